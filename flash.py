@@ -1,0 +1,595 @@
+"""FlashAttention in CUDA, one stage at a time: the Python side.
+
+    import torch, flash
+    q, k, v = torch.randn(3, 1, 2, 128, 64)             # (B, H, N, d)
+    o = flash.attention(q, k, v, causal=True)           # the best stage for these tensors
+    o = flash.attention(q, k, v, stage="tiled", Br=32)  # one stage, with a tile size of your own
+
+CUDA tensors run on their GPU; CPU tensors run in the simulator, which executes the same kernels. A stage is a .cuh file in
+stages/, described by the first lines of its own header; `python flash.py` lists them. Each is compiled on first use, for exactly
+what the call needs, and anew after every edit.
+"""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import ctypes
+import difflib
+import fcntl
+import functools
+import hashlib
+import math
+import operator
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch.utils import cpp_extension
+
+import simulator
+
+ROOT = Path(__file__).resolve().parent
+STAGES = ROOT / "stages"
+BUILD = Path(os.environ.get("FLASH_BUILD_DIR", ROOT / "build")).resolve()
+
+MAX_HEAD_DIM = 256
+DTYPES = {"fp32": torch.float32}          # by their name in a stage's header
+ELEMENTS = {torch.float32: "float"}       # their name in CUDA
+
+
+# ------------------------------------------------------------------------------------------------ the stages
+@dataclass(frozen=True)
+class Available:
+    """Whether a stage can run on a device; `reason` says why not, and what would help. True or false in conditions."""
+
+    reason: str = ""
+
+    def __bool__(self) -> bool:
+        return not self.reason
+
+    def __str__(self) -> str:
+        return self.reason or "yes"
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One rung of the ladder, as the header of its file describes it.
+
+    `tile_rules`, `limits` and `shared` are expressions in d, Br and Bc; `shared` is in bytes a block.
+    """
+
+    number: int
+    name: str
+    direction: str                          # "fwd"
+    path: Path
+    idea: str = ""
+    dtypes: tuple[torch.dtype, ...] = (torch.float32,)
+    needs: str = "any GPU"                  # or the least compute capability, such as sm_80
+    deterministic: bool = True              # bit-identical results every run
+    tile_rules: str = "Br=32 Bc=32"
+    limits: str = ""
+    shared: str = "0"
+
+    def available(self, device: torch.device | str | None = None) -> Available:
+        """Whether this stage can run on `device` (default: the GPU if there is one, else the CPU), or why not."""
+        device = default_device() if device is None else torch.device(device)
+        if device.type == "cpu":
+            return Available(simulator.missing_compiler() or "")
+        if device.type != "cuda":
+            return Available(f"stages run on CUDA and CPU tensors, not on {device.type}")
+        if needed := re.fullmatch(r"sm_(\d+)(\d)a?", self.needs):
+            have = torch.cuda.get_device_capability(device)
+            exact = self.needs.endswith("a")  # sm_90a: this architecture's own instructions, which no later one has
+            if (have[0] != int(needed[1])) if exact else have < (int(needed[1]), int(needed[2])):
+                return Available(f"needs {self.needs}; {torch.cuda.get_device_name(device)} has sm_{have[0]}{have[1]}")
+        try:
+            find_nvcc(torch.version.cuda)
+        except RuntimeError as error:
+            return Available(str(error))
+        return Available()
+
+    def default_tiles(self, d: int) -> dict[str, int]:
+        """Br and Bc for a head dimension: the last rule of the header whose condition holds."""
+        tiles = {}
+        for rule in self.tile_rules.split(";"):
+            condition, _, sizes = rule.rpartition(":")
+            if not condition or _evaluate(condition, d=d):
+                tiles = {name: int(size) for name, size in re.findall(r"(\w+)=(\d+)", sizes)}
+        return tiles
+
+    def tiles(self, d: int, shared_memory: int, **chosen: int) -> dict[str, int]:
+        """The tile sizes of a call: `chosen` ones, else the defaults.
+
+        Args:
+            d: head dimension.
+            shared_memory: bytes that a block may have on the device.
+        Raises:
+            ValueError: if the stage does not know a tile by this name, or cannot use its size.
+        """
+        tiles = self.default_tiles(d)
+        for name, size in chosen.items():
+            if name not in tiles:
+                raise ValueError(f"{name}: stage {self.name!r} has no such argument; its tile sizes are {', '.join(tiles)}")
+            if not isinstance(size, int) or isinstance(size, bool) or not 1 <= size <= 1024:
+                raise ValueError(f"{name} must be an integer from 1 to 1024, not {size!r}")
+        tiles.update(chosen)
+        if problem := self._tile_problem(d, shared_memory, tiles):
+            fitting = [t for br in range(8, 257, 8) for bc in range(8, 257, 8)
+                       if not self._tile_problem(d, shared_memory, t := {"Br": br, "Bc": bc})]
+            if not fitting:
+                raise ValueError(f"{problem}; no tile sizes fit, so take a smaller d or another stage")
+            near = min(fitting, key=lambda t: sum(abs(math.log(t[name] / tiles[name])) for name in t))
+            raise ValueError(f"{problem}; Br={near['Br']}, Bc={near['Bc']} would work")
+        return tiles
+
+    def _tile_problem(self, d: int, shared_memory: int, tiles: dict[str, int]) -> str:
+        sizes = ", ".join(f"{name}={size}" for name, size in tiles.items())
+        for limit in filter(None, map(str.strip, self.limits.split(";"))):
+            if not _evaluate(limit, d=d, **tiles):
+                return f"stage {self.name!r} needs {limit}, and got {sizes}"
+        needed = _evaluate(self.shared, d=d, **tiles)
+        if needed > shared_memory:
+            return (f"stage {self.name!r} with {sizes}, d={d} needs {needed} bytes of shared memory a block, "
+                    f"and this device has {shared_memory}")
+        return ""
+
+
+_OPERATORS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.FloorDiv: operator.floordiv,
+              ast.Mod: operator.mod, ast.Eq: operator.eq, ast.Lt: operator.lt, ast.LtE: operator.le, ast.Gt: operator.gt,
+              ast.GtE: operator.ge}
+
+
+def _evaluate(expression: str, **names: int) -> int:
+    """The value of an expression from a stage's header: integers, names, + - * // %, comparisons, min and max."""
+    def value(node: ast.AST) -> int:
+        match node:
+            case ast.Constant(value=int(number)):
+                return number
+            case ast.Name(id=name) if name in names:
+                return names[name]
+            case ast.BinOp(left=left, op=op, right=right) if type(op) in _OPERATORS:
+                return _OPERATORS[type(op)](value(left), value(right))
+            case ast.Compare(left=left, ops=[op], comparators=[right]) if type(op) in _OPERATORS:
+                return _OPERATORS[type(op)](value(left), value(right))
+            case ast.Call(func=ast.Name(id="min" | "max" as name), args=args):
+                return (min if name == "min" else max)(map(value, args))
+        raise ValueError(f"a stage's header says {expression!r}, which is no expression in {', '.join(names)}")
+
+    return value(ast.parse(expression.strip(), mode="eval").body)
+
+
+def read_stage(path: Path) -> Stage:
+    """The stage in a .cuh file. Its header's fields are optional: a file of your own needs none.
+
+    Raises:
+        ValueError: if the file does not exist, or a field of its header is not understood.
+    """
+    path = Path(path).resolve()
+    if not path.is_file():
+        raise ValueError(f"stage: there is no file {path}")
+    header = re.match(r"(?://.*\n)*", path.read_text())[0]
+    title = re.match(r"// (?:Forward) stage (\d+): (\w+)", header)
+    fields = dict(re.findall(r"^// (idea|types|needs|deterministic|tiles|limits|shared): *(.*)$", header, re.M))
+    if unknown := set(re.split(r",\s*", fields.get("types", "fp32"))) - set(DTYPES):
+        raise ValueError(f"{path}: types: {', '.join(unknown)} not among {', '.join(DTYPES)}")
+    return Stage(
+        number=int(title[1]) if title else 0, name=title[2] if title else path.stem, direction="fwd", path=path,
+        idea=fields.get("idea", ""), dtypes=tuple(DTYPES[t] for t in re.split(r",\s*", fields.get("types", "fp32"))),
+        needs=fields.get("needs", "any GPU"), deterministic=fields.get("deterministic", "yes") == "yes",
+        tile_rules=fields.get("tiles", "Br=32 Bc=32"), limits=fields.get("limits", ""), shared=fields.get("shared", "0"))
+
+
+def stages() -> list[Stage]:
+    """All stages of the repository, in the order of the ladder."""
+    return [read_stage(path) for path in sorted(STAGES.glob("fwd_[0-9]*.cuh"))]
+
+
+def find_stage(stage: str | Path | Stage | None, dtype: torch.dtype, device: torch.device) -> Stage:
+    """The stage that a call asks for; for None, the last of the ladder that takes the type and runs on the device.
+
+    Raises:
+        ValueError: if there is no such stage, or it does not take `dtype`.
+        RuntimeError: if it cannot run on `device`.
+    """
+    if isinstance(stage, str):
+        known = {s.name: s for s in stages()}
+        if stage not in known:
+            close = difflib.get_close_matches(stage, known, n=1)
+            hint = f" Did you mean {close[0]!r}?" if close else " For a file of your own, pass a pathlib.Path."
+            raise ValueError(f"stage: there is no stage {stage!r}; there are {', '.join(known)}.{hint}")
+        stage = known[stage]
+    elif isinstance(stage, Path):
+        stage = read_stage(stage)
+    elif stage is None:
+        takers = [s for s in stages() if dtype in s.dtypes]
+        stage = next((s for s in reversed(takers) if s.available(device)), takers[-1] if takers else None)
+        if stage is None:
+            raise ValueError(f"q has type {dtype}; the stages take {', '.join(map(str, ELEMENTS))}: convert with .float()")
+    elif not isinstance(stage, Stage):
+        raise ValueError(f"stage must be a name, a pathlib.Path or a Stage, not {type(stage).__name__}")
+    if dtype not in stage.dtypes:
+        raise ValueError(f"stage {stage.name!r} takes {', '.join(map(str, stage.dtypes))}; q, k and v have {dtype}: "
+                         "convert them with .float()")
+    if not (available := stage.available(device)):
+        raise RuntimeError(f"stage {stage.name!r} cannot run on {device}: {available}")
+    return stage
+
+
+def default_device() -> torch.device:
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def shared_memory_per_block(device: torch.device) -> int:
+    """Bytes of shared memory that a block may ask for."""
+    if device.type == "cpu":
+        return simulator.SHARED_MEMORY_PER_BLOCK
+    return torch.cuda.get_device_properties(device).shared_memory_per_block_optin
+
+
+# ------------------------------------------------------------------------------------------------ attention
+def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool = False, scale: float | None = None,
+              stage: str | Path | Stage | None = None, return_lse: bool = False, **tiles: int):
+    """softmax(scale * q k^T) v, by one stage of the ladder (FlashAttention-2, arXiv 2307.08691, section 2).
+
+    Args:
+        q: (B, H, N_q, d), float32; d a multiple of 8 up to 256.
+        k, v: (B, H_kv, N_k, d), H a multiple of H_kv: query head h reads head h // (H // H_kv). All three: same type and device,
+            any strides but 1 in the last dimension, rows at multiples of 16 bytes.
+        causal: the last query sees the last key, as in FlashAttention: query i sees key j <= i + N_k - N_q.
+        scale: default 1 / sqrt(d).
+        stage: a name (see `stages()`), the pathlib.Path of a .cuh file of your own, or None for the best that runs here.
+        return_lse: also return L.
+        tiles: Br and Bc, the rows of a tile of q, and of k and v. Default: as the stage's header says.
+    Returns:
+        o, or (o, L). o: like q. L: (B, H, N_q) float32, the natural log of the row's sum of exp(scaled, masked score).
+        A query that sees no key has o = 0, L = -inf.
+    Raises:
+        ValueError: for arguments that do not fit, saying which and what would.
+        RuntimeError: if the stage cannot be built or run here, and for errors of the kernel.
+    """
+    _check_tensors(q, k, v)
+    diagonal = k.shape[2] - q.shape[2]
+    o, lse = _forward(q, k, v, diagonal if causal else None, scale, stage, tiles)
+    return (o, lse) if return_lse else o
+
+
+def scaled_dot_product_attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attn_mask=None,
+                                 dropout_p: float = 0.0, is_causal: bool = False, *, scale: float | None = None,
+                                 enable_gqa: bool = False) -> torch.Tensor:
+    """torch.nn.functional.scaled_dot_product_attention, with its meaning of is_causal: query i sees key j <= i (top-left).
+
+    Shapes, types and errors as for `attention`.
+
+    Raises:
+        ValueError: also for attn_mask and dropout_p, which no stage supports.
+    """
+    if attn_mask is not None:
+        raise ValueError("attn_mask: the stages know no mask but is_causal")
+    if dropout_p != 0.0:
+        raise ValueError("dropout_p: the stages know no dropout; pass 0.0")
+    _check_tensors(query, key, value, ("query", "key", "value"))
+    if query.shape[1] != key.shape[1] and not enable_gqa:
+        raise ValueError(f"query has {query.shape[1]} heads and key {key.shape[1]}: pass enable_gqa=True")
+    return _forward(query, key, value, 0 if is_causal else None, scale, None, {})[0]
+
+
+def _check_tensors(q, k, v, names: tuple[str, str, str] = ("q", "k", "v")) -> None:
+    """Raise ValueError for tensors that no stage can take."""
+    for name, x in zip(names, (q, k, v)):
+        if not isinstance(x, torch.Tensor):
+            raise ValueError(f"{name} must be a torch.Tensor, not {type(x).__name__}")
+        if x.dim() != 4:
+            raise ValueError(f"{name} must have 4 dimensions, (B, H, N, d), not {x.dim()}: shape {tuple(x.shape)}")
+        if 0 in x.shape:
+            raise ValueError(f"{name} is empty: shape {tuple(x.shape)}; B, H, N and d must be at least 1")
+        if x.device.type not in ("cpu", "cuda"):
+            raise ValueError(f"{name} is on {x.device}; stages run on CUDA and CPU tensors: move it with .to()")
+        if x.dtype != q.dtype:
+            raise ValueError(f"{name} has type {x.dtype}, {names[0]} {q.dtype}: make them the same")
+        if x.device != q.device:
+            raise ValueError(f"{name} is on {x.device}, {names[0]} on {q.device}: move them to one device")
+        if x.layout != torch.strided:
+            raise ValueError(f"{name} has layout {x.layout}: make it dense with .to_dense()")
+    B, H, _, d = q.shape
+    if d % 8 or d > MAX_HEAD_DIM:
+        raise ValueError(f"{names[0]} has d = {d}; d must be a multiple of 8 up to {MAX_HEAD_DIM}: pad q, k and v with zeros "
+                         "(torch.nn.functional.pad) and keep scale at 1 / sqrt of the true d")
+    if k.shape[0] != B or k.shape[3] != d:
+        raise ValueError(f"{names[1]} has shape {tuple(k.shape)}; for {names[0]} of shape {tuple(q.shape)} it must be "
+                         f"({B}, H_kv, N_k, {d})")
+    if v.shape != k.shape:
+        raise ValueError(f"{names[2]} has shape {tuple(v.shape)}, {names[1]} {tuple(k.shape)}: they must be the same")
+    if H % k.shape[1]:
+        raise ValueError(f"{names[0]} has {H} heads, {names[1]} and {names[2]} {k.shape[1]}: H must be a multiple of H_kv")
+    for name, x in zip(names, (q, k, v)):
+        if x.stride(3) != 1:
+            raise ValueError(f"{name}'s last dimension is not contiguous (stride {x.stride(3)}): pass {name}.contiguous()")
+        strides = [stride for size, stride in zip(x.shape[:3], x.stride()) if size > 1]
+        if x.data_ptr() % 16 or any(s * x.element_size() % 16 for s in strides):
+            raise ValueError(f"{name}'s rows must start at multiples of 16 bytes; its first is {x.data_ptr() % 16} bytes past one, its "
+                             f"strides are {tuple(s * x.element_size() for s in x.stride()[:3])} bytes: pass {name}.clone("
+                             "memory_format=torch.contiguous_format)")
+    if torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v)):
+        raise RuntimeError("there is no backward pass yet, so gradients would be lost: call under torch.no_grad(), or pass "
+                           "tensors after .detach()")
+
+
+class _Tensor(ctypes.Structure):
+    """struct Tensor of stages/common/tensor.cuh."""
+
+    _fields_ = [("data", ctypes.c_void_p), *((f"stride_{x}", ctypes.c_int64) for x in "bhn")]
+
+    @classmethod
+    def of(cls, x: torch.Tensor) -> _Tensor:
+        return cls(x.data_ptr(), *x.stride()[:3])
+
+
+class _FwdParams(ctypes.Structure):
+    """struct FwdParams of flash_fwd.cu."""
+
+    _fields_ = [*((x, _Tensor) for x in "QKVO"), ("L", ctypes.c_void_p), ("workspace", ctypes.c_void_p),
+                *((x, ctypes.c_int) for x in ("B", "H", "H_kv", "N_q", "N_k", "diagonal")), ("scale", ctypes.c_float)]
+
+
+def _forward(q, k, v, diagonal: int | None, scale: float | None, stage, tiles: dict) -> tuple[torch.Tensor, torch.Tensor]:
+    """(o, L) by a stage, for tensors that _check_tensors passed. diagonal: None for no mask."""
+    B, H, N_q, d = q.shape
+    scale = 1 / math.sqrt(d) if scale is None else scale
+    if not isinstance(scale, (int, float)) or not math.isfinite(scale):
+        raise ValueError(f"scale must be a finite number, not {scale!r}")
+    stage = find_stage(stage, q.dtype, q.device)
+    tiles = stage.tiles(d, shared_memory_per_block(q.device), **tiles)
+    library = _library(stage, definitions(stage, q.dtype, d, diagonal is not None, tiles), q.device)
+    o = torch.empty_like(q)
+    lse = torch.empty(B, H, N_q, dtype=torch.float32, device=q.device)
+    params = _FwdParams(_Tensor.of(q), _Tensor.of(k), _Tensor.of(v), _Tensor.of(o), lse.data_ptr(), None,
+                        B, H, k.shape[1], N_q, k.shape[2], diagonal or 0, scale)
+    workspace = torch.empty(library.flash_fwd_workspace_bytes(ctypes.byref(params)), dtype=torch.uint8, device=q.device)
+    params.workspace = workspace.data_ptr()
+    stream = None
+    with torch.cuda.device(q.device) if q.device.type == "cuda" else contextlib.nullcontext():
+        if q.device.type == "cuda":
+            stream = torch.cuda.current_stream().cuda_stream
+        error = library.flash_fwd(ctypes.byref(params), stream)
+    if error:
+        raise RuntimeError(f"stage {stage.name!r}: {simulator.resolve_addresses(error.decode())}")
+    return o, lse
+
+
+# ------------------------------------------------------------------------------------------------ the loader
+def definitions(stage: Stage, dtype: torch.dtype, d: int, causal: bool, tiles: dict[str, int]) -> dict[str, str]:
+    """The macros that a stage is compiled with; STAGE_FILE is added by whoever compiles it."""
+    return {"ELEMENT": ELEMENTS[dtype], "HEAD_DIM": str(d), "CAUSAL": str(int(causal)), "BLOCK_R": str(tiles["Br"]),
+            "BLOCK_C": str(tiles["Bc"])}
+
+
+_libraries: dict = {}  # (stage file, macros, target) -> (library, {source file: modification time})
+
+
+def _library(stage: Stage, macros: dict[str, str], device: torch.device) -> ctypes.CDLL:
+    """The stage compiled for a device. An edited file is noticed by its time, and compiled anew if its content changed."""
+    target = torch.cuda.get_device_capability(device) if device.type == "cuda" else "cpu"
+    debug = os.environ.get("FLASH_DEBUG", "0") not in ("", "0")
+    key = (stage.path, tuple(macros.items()), target, debug)
+    if key in _libraries:
+        library, times = _libraries[key]
+        with contextlib.suppress(FileNotFoundError):
+            if all(file.stat().st_mtime_ns == time for file, time in times.items()):
+                return library
+    times = {file: file.stat().st_mtime_ns for file in source_files(ROOT / "flash_fwd.cu", stage.path)}
+    build = _build_for_cpu if target == "cpu" else functools.partial(_build_for_gpu, capability=target)
+    library = ctypes.CDLL(str(build(stage, list(times), macros, debug=debug)))
+    library.flash_fwd.restype = ctypes.c_char_p
+    library.flash_fwd.argtypes = [ctypes.POINTER(_FwdParams), ctypes.c_void_p]
+    library.flash_fwd_workspace_bytes.restype = library.flash_fwd_params_bytes.restype = ctypes.c_size_t
+    if library.flash_fwd_params_bytes() != ctypes.sizeof(_FwdParams):
+        raise RuntimeError("FwdParams in flash_fwd.cu and _FwdParams in flash.py differ: make them the same, field for field")
+    _libraries[key] = library, times
+    return library
+
+
+def source_files(*files: Path) -> list[Path]:
+    """These files and all that they include by #include "...", each once."""
+    found: list[Path] = []
+    waiting = list(files)
+    while waiting:
+        file = waiting.pop(0)
+        if file in found:
+            continue
+        found.append(file)
+        for name in re.findall(r'^\s*#\s*include\s*"([^"]+)"', file.read_text(), re.M):
+            places = (folder / name for folder in (file.parent, ROOT, STAGES))
+            waiting += [place.resolve() for place in places if place.is_file()][:1]
+    return found
+
+
+def _name(prefix: str, files: list[Path], *rest) -> str:
+    """A name for a build, with a hash of everything that goes into it."""
+    digest = hashlib.sha256(repr(rest).encode())
+    for file in files:
+        digest.update(f"{file}\0".encode() + file.read_bytes())
+    return f"{prefix}_{digest.hexdigest()[:16]}"
+
+
+def _build_for_cpu(stage: Stage, files: list[Path], macros: dict[str, str], debug: bool) -> Path:
+    runtime = _build_simulator()
+    flags = simulator.compile_flags(debug)
+    name = _name(f"fwd_{stage.name}_cpu", files, macros, flags, simulator.signature(), torch.__version__)
+    folder = BUILD / name / "translated"
+
+    def sources() -> list[Path]:
+        try:
+            cpp = simulator.translate_files(files, ROOT, folder)
+        except simulator.TranslationError as error:
+            raise RuntimeError(f"stage {stage.name!r} cannot be translated for the CPU: {error}") from None
+        macros["STAGE_FILE"] = f'"{cpp[stage.path]}"'
+        return [cpp[ROOT / "flash_fwd.cu"]]
+
+    return _build(name, sources, macros, cflags=[*flags, f"-I{folder}", f"-I{folder / 'stages'}"],
+                  ldflags=[str(runtime), f"-Wl,-rpath,{runtime.parent}"])
+
+
+def _build_simulator() -> Path:
+    name = _name("simulator", [], simulator.signature(), torch.__version__)
+    if not _is_built(name):
+        print("Building the simulator, once: a few seconds ...", file=sys.stderr, flush=True)
+    return _build(name, simulator.runtime_sources, {}, cflags=["-std=c++17", "-O2", "-g", "-fno-strict-aliasing"],
+                  ldflags=["-ldl", "-pthread"])
+
+
+def _build_for_gpu(stage: Stage, files: list[Path], macros: dict[str, str], capability: tuple[int, int], debug: bool) -> Path:
+    nvcc = find_nvcc(torch.version.cuda)
+    arch = f"{capability[0]}{capability[1]}" + "a" * (capability[0] == 9)  # sm_90a: Hopper's own instructions too
+    flags = [f"-gencode=arch=compute_{arch},code=sm_{arch}", "-std=c++17", "-lineinfo", f"-I{ROOT}", f"-I{STAGES}",
+             "-U__CUDA_NO_HALF_OPERATORS__", "-U__CUDA_NO_HALF_CONVERSIONS__", "-U__CUDA_NO_HALF2_OPERATORS__",
+             "-U__CUDA_NO_BFLOAT16_CONVERSIONS__", *(["-G"] if debug else ["-O3"])]  # -U: torch's load() defines them
+    macros = macros | {"STAGE_FILE": f'"{stage.path}"'}
+    name = _name(f"fwd_{stage.name}_sm{arch}", files, macros, flags, str(nvcc), nvcc_version(nvcc), torch.__version__)
+    cpp_extension.CUDA_HOME = str(nvcc.parent.parent)
+    return _build(name, lambda: [ROOT / "flash_fwd.cu"], macros, cuda_cflags=flags,
+                  ldflags=[f"-L{_linkable_cudart(nvcc.parent.parent)}"])
+
+
+def _linkable_cudart(cuda_home: Path) -> Path:
+    """A folder with libcudart.so. NVIDIA's wheels have only libcudart.so.13: then a link to it is made in the build folder."""
+    versioned = []
+    for lib in (cuda_home / "lib64", cuda_home / "lib", *cuda_home.glob("targets/*/lib")):
+        if (lib / "libcudart.so").exists():
+            return lib
+        versioned += lib.glob("libcudart.so.*")
+    if not versioned:
+        raise RuntimeError(f"no libcudart.so under {cuda_home}: install the CUDA runtime (pip install -r requirements.txt)")
+    folder = BUILD / "cudart"
+    folder.mkdir(parents=True, exist_ok=True)
+    with contextlib.suppress(FileExistsError):
+        (folder / "libcudart.so").symlink_to(versioned[0])
+    return folder
+
+
+def _is_built(name: str) -> bool:
+    return (BUILD / name / "done").exists()
+
+
+def _build(name: str, sources, macros: dict[str, str], cflags=(), cuda_cflags=(), ldflags=()) -> Path:
+    """Compile and link `sources()` to build/<name>/<name>.so with torch.utils.cpp_extension.load, unless it is there.
+
+    Safe against another process that builds the same at the same time, and after a build that was interrupted: the lock is the
+    kernel's, so it ends with the process that holds it. torch's own lock is a file that an interrupted build leaves behind and
+    that the next one waits for without end; under our lock such a file can only be an orphan, and is deleted.
+
+    Raises:
+        RuntimeError: with the compiler's errors.
+    """
+    folder = BUILD / name
+    library = folder / f"{name}.so"
+    if _is_built(name):
+        return library
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise RuntimeError(f"cannot write to the build folder {BUILD} ({error.strerror}): set FLASH_BUILD_DIR to another one") from None
+    with open(folder / "flash_lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if _is_built(name):
+            return library
+        (folder / "lock").unlink(missing_ok=True)
+        cpp_extension.JIT_EXTENSION_VERSIONER.entries.pop(name, None)  # else load() takes a failed build for a finished one
+        files = [str(file) for file in sources()]
+        defines = [f"-D{macro}={value}" for macro, value in macros.items()]
+        try:
+            cpp_extension.load(name, files, extra_cflags=_ninja_quoted([*defines, *cflags]),
+                               extra_cuda_cflags=_ninja_quoted([*defines, *cuda_cflags]),
+                               extra_ldflags=_ninja_quoted(ldflags), build_directory=str(folder),
+                               with_cuda=bool(cuda_cflags), is_python_module=False, verbose=False)
+        except (RuntimeError, OSError, subprocess.CalledProcessError) as error:
+            raise RuntimeError(_compile_error(name, str(error))) from None
+        (folder / "done").touch()
+    return library
+
+
+def _ninja_quoted(flags) -> list[str]:
+    """load() writes flags into a ninja file as they are, and ninja hands them to a shell."""
+    return [shlex.quote(flag).replace("$", "$$") for flag in flags]
+
+
+def _compile_error(name: str, output: str) -> str:
+    """The compiler's own lines out of what ninja printed."""
+    lines = output.splitlines()
+    errors = [line for line in lines if re.search(r"\b(?:error|Error)\b", line) and not line.startswith(("FAILED", "Error building"))]
+    return f"building {name} failed:\n" + "\n".join((errors or lines)[:20])
+
+
+# ------------------------------------------------------------------------------------------------ nvcc
+def nvcc_version(nvcc: Path) -> str:
+    """Such as "13.0"; empty if the program does not run."""
+    return _nvcc_version(str(nvcc))
+
+
+@functools.cache
+def _nvcc_version(nvcc: str) -> str:
+    try:
+        out = subprocess.run([nvcc, "--version"], capture_output=True, text=True).stdout
+    except OSError:
+        return ""
+    found = re.search(r"release (\d+\.\d+)", out)
+    return found[1] if found else ""
+
+
+def find_nvcc(cuda: str | None = None) -> Path:
+    """The CUDA compiler: from $CUDA_HOME, NVIDIA's wheels, the PATH or /usr/local/cuda, the first that will do.
+
+    Args:
+        cuda: the CUDA version that PyTorch was built with, such as "13.0"; nvcc's major version must be the same. None: any.
+    Raises:
+        RuntimeError: if there is none, saying what was found.
+    """
+    on_path = shutil.which("nvcc")
+    candidates = [
+        *([Path(home) / "bin/nvcc"] if (home := os.environ.get("CUDA_HOME")) else []),
+        *(path for entry in sys.path for path in sorted(Path(entry).glob("nvidia/cu*/bin/nvcc"))),
+        *([Path(on_path).resolve()] if on_path else []),
+        Path("/usr/local/cuda/bin/nvcc"),
+    ]
+    versions = {nvcc: version for nvcc in candidates if nvcc.is_file() and (version := nvcc_version(nvcc))}
+    for nvcc, version in versions.items():
+        if cuda is None or version.split(".")[0] == cuda.split(".")[0]:
+            return nvcc
+    wanted = f"nvcc {cuda.split('.')[0]}.x (PyTorch was built with CUDA {cuda})" if cuda else "nvcc"
+    found = ", ".join(f"{nvcc} is {version}" for nvcc, version in versions.items()) or "there is no nvcc"
+    major = (cuda or "13").split(".")[0]
+    raise RuntimeError(f"needs {wanted}; {found}: pip install 'cuda-toolkit[nvcc,cccl]=={major}.*', or set CUDA_HOME")
+
+
+# ------------------------------------------------------------------------------------------------ python flash.py
+def describe_device(device: torch.device) -> str:
+    if device.type == "cuda":
+        major, minor = torch.cuda.get_device_capability(device)
+        return f"{torch.cuda.get_device_name(device)} (sm_{major}{minor}), CUDA {torch.version.cuda}, PyTorch {torch.__version__}"
+    return f"CPU, in the simulator ({os.cpu_count()} cores), PyTorch {torch.__version__}"
+
+
+def main() -> None:
+    """Print the ladder, and what of it runs on this machine."""
+    from rich.console import Console
+    from rich.table import Table
+
+    device = default_device()
+    table = Table(title=f"Stages on this machine: {describe_device(device)}", caption="flash.attention(q, k, v, stage=...)")
+    for column in ("#", "stage", "types", "needs", "deterministic", "runs here", "idea"):
+        table.add_column(column)
+    type_names = {dtype: name for name, dtype in DTYPES.items()}
+    for s in stages():
+        table.add_row(f"{s.direction} {s.number}", s.name, ", ".join(type_names[t] for t in s.dtypes), s.needs,
+                      "yes" if s.deterministic else "no", str(s.available(device)), s.idea)
+    Console().print(table)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,92 @@
+"""CUDA on the CPU: what flash.py's loader needs to build a stage for a machine without a GPU.
+
+translate.py rewrites the CUDA syntax, include/ stands in for NVIDIA's headers, and runtime/ executes the threads.
+"""
+
+import hashlib
+import os
+import platform
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+from .translate import TranslationError, translate
+
+__all__ = ["TranslationError", "compile_flags", "missing_compiler", "resolve_addresses", "runtime_sources",
+           "signature", "translate", "translate_files"]
+
+FOLDER = Path(__file__).resolve().parent
+INCLUDE = FOLDER / "include"
+SHARED_MEMORY_PER_BLOCK = 227 * 1024  # bytes, as on an H100; runtime.h has the same
+
+
+def runtime_sources() -> list[Path]:
+    """The C++ files of the run-time library."""
+    return sorted((FOLDER / "runtime").glob("*.cpp"))
+
+
+def compiler() -> str:
+    """The C++ compiler that torch.utils.cpp_extension calls: $CXX, or the system's."""
+    return os.environ.get("CXX", "clang++" if platform.system() == "Darwin" else "g++")
+
+
+def missing_compiler() -> str | None:
+    """None if kernels can be compiled for this CPU, or why not and what to do."""
+    if platform.system() not in ("Linux", "Darwin"):
+        return f"the simulator runs on Linux and macOS, not on {platform.system()}: use WSL"
+    if platform.machine() not in ("x86_64", "aarch64", "arm64"):
+        return f"the simulator runs on x86-64 and aarch64, not on {platform.machine()}"
+    if not shutil.which(compiler()):
+        return (f"no C++ compiler: `{compiler()}` is not on the PATH; install one "
+                "(Debian, Ubuntu: `apt install g++`; macOS: `xcode-select --install`) or set CXX")
+    return None
+
+
+def compile_flags(debug: bool) -> list[str]:
+    """Flags for a translated kernel. CUDA code reads memory through other types and lets integers wrap: so may this."""
+    return ["-std=c++17", *(["-O0", "-g3"] if debug else ["-O2", "-g", "-march=native"]), "-gdwarf-4",
+            "-fno-strict-aliasing", "-fwrapv", "-Wno-unknown-pragmas", "-Wno-attributes", f"-I{INCLUDE}"]
+
+
+def signature() -> str:
+    """A hash of everything that a simulated kernel depends on beside its own source: the simulator, this CPU."""
+    digest = hashlib.sha256()
+    for file in sorted([*INCLUDE.rglob("*.h"), *(FOLDER / "runtime").iterdir(), *FOLDER.glob("*.py")]):
+        digest.update(file.read_bytes())
+    cpu_info = Path("/proc/cpuinfo")  # -march=native: a build is not for every machine that shares the folder
+    features = set(re.findall(r"^(?:flags|Features)\s*:.*", cpu_info.read_text(), re.M)) if cpu_info.exists() else ()
+    digest.update(repr((sorted(features), platform.machine(), compiler())).encode())
+    return digest.hexdigest()
+
+
+def translate_files(files: list[Path], root: Path, folder: Path) -> dict[Path, Path]:
+    """Translate source files into `folder`: those under `root` keep their place there, others go to its top.
+
+    Returns:
+        The C++ file for every source file.
+    Raises:
+        TranslationError: see translate().
+    """
+    written = {}
+    for file in files:
+        place = folder / (file.relative_to(root) if file.is_relative_to(root) else file.name)
+        target = place.with_suffix(".cpp") if place.suffix == ".cu" else place
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.write_text(translate(file.read_text(), str(file)))
+        written[file] = target
+    return written
+
+
+def resolve_addresses(report: str) -> str:
+    """Replace @library+offset@, as the run-time library writes after a crash, by file:line where addr2line is there."""
+    def line_of(match: re.Match) -> str:
+        try:
+            out = subprocess.run(["addr2line", "-i", "-e", match[1], match[2]], capture_output=True, text=True).stdout
+        except FileNotFoundError:
+            return f"{match[1]}+{match[2]}"
+        lines = [line.split(" (")[0] for line in out.splitlines() if not line.startswith("?")]
+        stage = [line for line in lines if ".cu" in line]
+        return (stage or lines or [f"{match[1]}+{match[2]}"])[0]
+
+    return re.sub(r"@([^@]+)\+(0x[0-9a-f]+)@", line_of, report)

@@ -1,0 +1,77 @@
+// The host's side of CUDA: launching kernels, and the few calls of the run-time API that go with it.
+#pragma once
+#include <cstddef>
+#include <tuple>
+#include <utility>
+
+#include "vector_types.h"
+
+enum cudaError_t {
+  cudaSuccess = 0,
+  cudaErrorInvalidValue = 1,
+  cudaErrorInvalidConfiguration = 9,
+  cudaErrorLaunchFailure = 719
+};
+enum cudaFuncAttribute {
+  cudaFuncAttributeMaxDynamicSharedMemorySize = 8,
+  cudaFuncAttributePreferredSharedMemoryCarveout = 9
+};
+using cudaStream_t = struct CUstream_st*;
+
+extern "C" {
+cudaError_t cudaFuncSetAttribute(const void* kernel, cudaFuncAttribute attribute, int value);
+cudaError_t cudaGetLastError();
+cudaError_t cudaPeekAtLastError();
+const char* cudaGetErrorString(cudaError_t error);   // the simulator's whole report
+}
+
+template <class... P>
+cudaError_t cudaFuncSetAttribute(void (*kernel)(P...), cudaFuncAttribute attribute, int value) {
+  return cudaFuncSetAttribute(reinterpret_cast<const void*>(kernel), attribute, value);
+}
+
+namespace sim {
+
+struct Site {              // a place in the kernel's source
+  const char* file = "";
+  int line = 0;
+};
+
+struct Launch {
+  const char* name;
+  const void* kernel;
+  Site site;
+  dim3 grid, block;
+  size_t dynamic_shared;
+  void (*run_thread)(void* arguments);
+  void* arguments;
+};
+extern "C" void sim_launch(const Launch* launch);
+
+// kernel<<<grid, block, shared, stream>>>(arguments) becomes Launcher(grid, block, shared, stream)("kernel", kernel, arguments)
+class Launcher {
+  dim3 grid, block;
+  size_t dynamic_shared;
+  Site site;
+
+ public:
+  Launcher(dim3 grid, dim3 block, size_t dynamic_shared = 0, cudaStream_t = nullptr,
+           const char* file = __builtin_FILE(), int line = __builtin_LINE())
+      : grid(grid), block(block), dynamic_shared(dynamic_shared), site{file, line} {}
+
+  template <class... P, class... A>
+  void operator()(const char* name, void (*kernel)(P...), A&&... arguments) const {
+    struct Call {
+      void (*kernel)(P...);
+      std::tuple<P...> arguments;      // converted to the kernel's types once, copied for every thread
+    } call{kernel, std::tuple<P...>(static_cast<P>(std::forward<A>(arguments))...)};
+    auto run_thread = [](void* p) {
+      auto* c = static_cast<Call*>(p);
+      std::apply(c->kernel, c->arguments);
+    };
+    const Launch launch{name, reinterpret_cast<const void*>(kernel), site, grid, block, dynamic_shared, run_thread, &call};
+    sim_launch(&launch);
+  }
+};
+
+}  // namespace sim

@@ -1,0 +1,163 @@
+// The scheduler: runs the fibers of one block until all have returned, or reports that none can go on.
+#include "runtime.h"
+
+#include <exception>
+#include <map>
+
+__thread uint3 threadIdx, blockIdx;
+__thread dim3 blockDim, gridDim;
+
+namespace sim {
+
+__thread Worker* worker;
+
+static uint64_t next_random(uint64_t& state) {   // xorshift64 (Marsaglia 2003)
+  state ^= state << 13;
+  state ^= state >> 7;
+  state ^= state << 17;
+  return state;
+}
+
+static Fiber* take_ready(Worker& w) {
+  if (w.ready.empty()) return nullptr;
+  if (w.random) std::swap(w.ready[0], w.ready[next_random(w.random) % w.ready.size()]);
+  Fiber* fiber = w.ready.front();
+  w.ready.pop_front();
+  return fiber;
+}
+
+static void resume(Worker& w, Fiber* fiber, void** save_stack_pointer) {
+  w.current = fiber;
+  threadIdx = fiber->thread_index;
+  sim_switch(save_stack_pointer, fiber->stack_pointer);
+}
+
+// Give the core to the next fiber that can run, or to the scheduler when there is none.
+static void give_way() {
+  Worker& w = *worker;
+  if (interrupted()) fail("interrupted");
+  Fiber* self = w.current;
+  Fiber* next = take_ready(w);
+  if (next == self) return;
+  if (next) {
+    resume(w, next, &self->stack_pointer);
+  } else {
+    w.current = nullptr;
+    sim_switch(&self->stack_pointer, w.scheduler_stack_pointer);
+  }
+}
+
+void wait_until_woken(State state, const char* waits_for, Site site) {
+  Fiber* self = worker->current;
+  self->state = state;
+  self->waits_for = waits_for;
+  self->site = site;
+  give_way();
+}
+
+void wake(Fiber* fiber, bool next) {
+  fiber->state = State::READY;
+  if (next) worker->ready.push_front(fiber);
+  else worker->ready.push_back(fiber);
+}
+
+extern "C" void sim_yield() {
+  worker->ready.push_back(worker->current);
+  give_way();
+}
+
+// -------------------------------------------------------------------------------------------------- errors
+static std::string triple(uint3 v) {
+  return "(" + std::to_string(v.x) + ", " + std::to_string(v.y) + ", " + std::to_string(v.z) + ")";
+}
+
+std::string at(Site site) {
+  return site.line ? std::string(" at ") + site.file + ":" + std::to_string(site.line) : "";
+}
+
+std::string describe(const Worker& w) {
+  std::string s = std::string("kernel ") + w.launch->name + ", block " + triple(w.block_index);
+  if (w.current) s += ", thread " + triple(w.current->thread_index);
+  return s;
+}
+
+void fail(const std::string& message, Site site) {
+  abandon_block(describe(*worker) + at(site) + ": " + message);
+}
+
+// The block's fibers are left where they are: their stacks are used anew by the next block.
+void abandon_block(const std::string& report) {
+  Worker& w = *worker;
+  if (w.error.empty()) w.error = report;
+  w.current = nullptr;
+  void* never_resumed;
+  sim_switch(&never_resumed, w.scheduler_stack_pointer);
+  __builtin_unreachable();
+}
+
+extern "C" void sim_fail(const char* message, const char* file, int line) { fail(message, {file, line}); }
+
+static std::string ranges(const std::vector<int>& numbers) {   // 0 1 2 5 -> "0-2, 5"
+  std::string s;
+  for (size_t i = 0, j; i < numbers.size(); i = j + 1) {
+    for (j = i; j + 1 < numbers.size() && numbers[j + 1] == numbers[j] + 1;) j++;
+    s += (s.empty() ? "" : ", ") + std::to_string(numbers[i]) + (j > i ? "-" + std::to_string(numbers[j]) : "");
+  }
+  return s;
+}
+
+static std::string deadlock_report(const Worker& w) {
+  std::map<std::string, std::vector<int>> threads_by_state;
+  for (const Fiber& f : w.fibers) {
+    std::string state = "have returned from the kernel";
+    if (f.state != State::RETURNED) {
+      state = std::string("wait at ") + f.waits_for + at(f.site);
+      if (f.state == State::AT_BARRIER)
+        state += " (" + std::to_string(w.barrier.waiting.size()) + " of " + std::to_string(w.fibers.size()) +
+                 " threads are there)";
+    }
+    threads_by_state[state].push_back(f.number);
+  }
+  std::string s = "deadlock: no thread of the block can go on";
+  for (auto& [state, threads] : threads_by_state) s += "\n  threads " + ranges(threads) + " " + state;
+  return describe(w) + ": " + s;
+}
+
+// -------------------------------------------------------------------------------------------------- one block
+extern "C" void sim_fiber_main() {   // the first function on every fiber's stack
+  Worker& w = *worker;
+  try {
+    w.launch->run_thread(w.launch->arguments);
+  } catch (const std::exception& e) {
+    fail(std::string("C++ exception: ") + e.what());
+  } catch (...) {
+    fail("C++ exception");
+  }
+  w.current->state = State::RETURNED;
+  w.alive--;
+  give_way();
+  __builtin_unreachable();
+}
+
+void run_block(Worker& w, uint3 block_index) {
+  w.block_index = blockIdx = block_index;
+  blockDim = w.launch->block;
+  gridDim = w.launch->grid;
+  clear_shared_memory(w);
+  w.barrier = {};
+  w.warps.assign(w.warps.size(), {});
+  w.ready.clear();
+  w.alive = int(w.fibers.size());
+  for (Fiber& f : w.fibers) {
+    const unsigned n = f.number;
+    f.thread_index = {n % blockDim.x, n / blockDim.x % blockDim.y, n / (blockDim.x * blockDim.y)};
+    f.state = State::READY;
+    f.stack_pointer = fresh_stack(f.stack + STACK_BYTES);
+    w.ready.push_back(&f);
+  }
+  while (Fiber* fiber = w.error.empty() ? take_ready(w) : nullptr) resume(w, fiber, &w.scheduler_stack_pointer);
+  w.current = nullptr;
+  if (w.error.empty() && w.alive) w.error = deadlock_report(w);
+}
+
+}  // namespace sim

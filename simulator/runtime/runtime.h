@@ -1,0 +1,112 @@
+// The simulator's run-time library, seen from the inside: what one block looks like while it runs.
+//
+//   fiber.cpp      switching between the threads of a block
+//   block.cpp      the scheduler: runs one block to its end, or reports why it cannot end
+//   barrier.cpp    __syncthreads and its relatives
+//   warp.cpp       operations that the lanes of a warp do together: shuffles, votes, __syncwarp
+//   shared.cpp     shared memory
+//   atomic.cpp     atomics
+//   launch.cpp     a kernel launch: the grid's blocks over the CPU's cores; errors; signals
+//
+// Every CUDA thread of a block is a fiber (a stack of its own). All fibers of a block run on one OS thread, one at a
+// time, each until it has to wait for others. Different blocks run on different OS threads.
+#pragma once
+#include <deque>
+#include <string>
+#include <vector>
+
+#include "../include/sim/device.h"
+#include "../include/sim/host.h"
+
+namespace sim {
+
+constexpr size_t KB = 1024;
+constexpr size_t SHARED_MEMORY_PER_BLOCK = 227 * KB;   // as on an H100, after opting in
+constexpr size_t SHARED_MEMORY_DEFAULT = 48 * KB;      // without
+constexpr size_t STACK_BYTES = 128 * KB;               // of one fiber
+constexpr int WARP_SIZE = 32;
+
+enum class State { READY, AT_BARRIER, AT_WARP_OPERATION, RETURNED };
+
+struct Fiber {             // one CUDA thread
+  void* stack_pointer = nullptr;
+  char* stack = nullptr;   // its lowest address
+  uint3 thread_index{};
+  int number = 0;          // within the block: x fastest, then y, then z
+  int warp = 0, lane = 0;
+  State state = State::READY;
+  const char* waits_for = "";
+  Site site;               // where it waits
+};
+
+struct Barrier {           // __syncthreads: all threads of the block
+  std::vector<Fiber*> waiting;
+  int sum = 0;             // of the predicates, for __syncthreads_count and its relatives
+  int result = 0;
+};
+
+// Lanes of one warp that are to do something together: each leaves its operands, the last to come does it for all.
+struct WarpOperation {
+  unsigned mask = 0, arrived = 0;   // a bit a lane
+  const char* name = "";
+  Site site;
+  void* operands[WARP_SIZE] = {};
+};
+
+struct Warp {
+  WarpOperation open[4];   // under way; more than one when disjoint sets of lanes work apart
+};
+
+struct SharedArray {
+  const char* name;
+  const char* declared_at;  // "file:line", and the array's identity; null for the dynamic one
+  size_t offset, bytes;
+};
+
+struct Worker {            // one OS thread and the block that it runs
+  const Launch* launch = nullptr;
+  uint3 block_index{};
+
+  std::vector<Fiber> fibers;
+  std::vector<Warp> warps;
+  Barrier barrier;
+  std::deque<Fiber*> ready;
+  Fiber* current = nullptr;       // null while the scheduler itself runs
+  int alive = 0;                  // threads that have not returned
+  void* scheduler_stack_pointer = nullptr;
+
+  char* shared = nullptr;         // the block's shared memory
+  size_t shared_top = 0;          // bytes of it in use
+  std::vector<SharedArray> arrays;
+
+  char* stacks = nullptr;
+  size_t stack_count = 0;
+  uint64_t random = 0;            // state of the random scheduler; 0: first come, first served
+  std::string error;
+};
+
+extern __thread Worker* worker;   // this OS thread's
+
+// fiber.cpp
+extern "C" void sim_switch(void** save_stack_pointer, void* next_stack_pointer);
+void* fresh_stack(char* top);     // a stack that starts in sim_fiber_main when it is switched to
+
+// block.cpp
+void run_block(Worker& w, uint3 block_index);
+void wait_until_woken(State state, const char* waits_for, Site site);
+void wake(Fiber* fiber, bool next = false);
+[[noreturn]] void fail(const std::string& message, Site site = {});   // ends the launch, not the process
+[[noreturn]] void abandon_block(const std::string& report);
+std::string describe(const Worker& w);                          // "kernel, block (..), thread (..)"
+std::string at(Site site);
+
+// launch.cpp
+bool interrupted();
+
+// warp.cpp: f runs once, in the last lane of the mask to arrive
+void together(unsigned mask, const char* name, void* operands, Site site, void (*f)(WarpOperation&));
+
+// shared.cpp
+void clear_shared_memory(Worker& w);
+
+}  // namespace sim

@@ -1,0 +1,13 @@
+// A tensor of shape (B, heads, N, d) as a kernel sees it. Introduced by: forward stage 1, naive.
+#pragma once
+#include <stdint.h>
+
+struct Tensor {
+  ELEMENT* data;
+  int64_t stride_b, stride_h, stride_n;   // in elements; the last dimension is contiguous
+
+  // The (N, d) matrix of one head. Row n of it starts at n * stride_n. 64 bits: B * H * N * d passes 2^31 soon.
+  __device__ ELEMENT* head(int b, int h) const { return data + b * stride_b + h * stride_h; }
+};
+
+__host__ __device__ inline int ceil_div(int64_t a, int b) { return int((a + b - 1) / b); }

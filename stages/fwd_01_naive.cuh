@@ -1,0 +1,85 @@
+// Forward stage 1: naive
+// idea:    three kernels; S and P, N x N, in HBM
+// types:   fp32
+// needs:   any GPU
+// tiles:   Br=16 Bc=32
+// limits:  Br * Bc <= 1024
+// shared:  0
+//
+// Attention as it stands in the formula, one kernel for each of its three steps (Algorithm 0 of the FlashAttention-1 paper):
+//
+//   scores_kernel    S = scale * Q K^T     one thread an element of S
+//   softmax_kernel   P = softmax(S)        one thread a row; P overwrites S
+//   output_kernel    O = P V               one thread an element of O
+//
+// Everything between the steps goes through HBM: S is written, read twice and overwritten by P, and P is read again.
+// Nothing is kept on the chip on purpose; what reuse there is, the caches find.
+//
+// Bound by memory accesses. In scores_kernel the lanes of a warp hold neighbouring keys, so that one load of K[k] touches 32 rows
+// of K, 32 sectors for 32 numbers, and every multiplication needs two loads. In softmax_kernel they hold neighbouring rows of S: the
+// same. And the N x N matrix is the memory: 4 bytes * B * H * N_q * N_k, 3.2 GB at B4 H12 N4096.
+#pragma once
+
+constexpr int d = HEAD_DIM;
+constexpr int Br = BLOCK_R, Bc = BLOCK_C;   // here only the shape of a block of threads: Br rows of S by Bc columns
+
+// S (B, H, N_q, N_k). Blocks: Tr * Tc tiles of S, for each of B * H heads. In one dimension, as the other two end at 65535.
+__global__ void scores_kernel(FwdParams p, float* S) {
+  const int Tr = ceil_div(p.N_q, Br), Tc = ceil_div(p.N_k, Bc);
+  const int j = blockIdx.x % Tc, i = blockIdx.x / Tc % Tr, bh = blockIdx.x / Tc / Tr;
+  const int b = bh / p.H, h = bh % p.H, h_kv = h / (p.H / p.H_kv);
+  const float* Q = p.Q.head(b, h);
+  const float* K = p.K.head(b, h_kv);
+
+  const int row = i * Br + threadIdx.y, col = j * Bc + threadIdx.x;
+  if (row >= p.N_q || col >= p.N_k) return;
+  const bool visible = !CAUSAL || col <= row + p.diagonal;
+
+  float s = 0.f;
+  for (int k = 0; k < d; k++) s += Q[row * p.Q.stride_n + k] * K[col * p.K.stride_n + k];
+  S[((int64_t)bh * p.N_q + row) * p.N_k + col] = visible ? p.scale * s : -INFINITY;
+}
+
+// P = exp(S - m) / l, row by row. The maximum m is subtracted as exp overflows above 88; it cancels in the quotient.
+__global__ void softmax_kernel(FwdParams p, float* S) {
+  const int64_t row = (int64_t)blockIdx.x * blockDim.x + threadIdx.x;   // of B * H * N_q
+  if (row >= (int64_t)p.B * p.H * p.N_q) return;
+  float* S_row = S + row * p.N_k;
+
+  float m = -INFINITY, l = 0.f;
+  for (int col = 0; col < p.N_k; col++) m = fmaxf(m, S_row[col]);
+  const float shift = m == -INFINITY ? 0.f : m;   // a row that sees no key: -inf - -inf would be NaN
+  for (int col = 0; col < p.N_k; col++) l += expf(S_row[col] - shift);
+
+  for (int col = 0; col < p.N_k; col++) S_row[col] = l == 0.f ? 0.f : expf(S_row[col] - shift) / l;
+  p.L[row] = l == 0.f ? -INFINITY : m + logf(l);
+}
+
+// O = P V. Here the lanes of a warp hold neighbouring columns of V and O: every load of V is one line of HBM.
+__global__ void output_kernel(FwdParams p, const float* P) {
+  const int Tr = ceil_div(p.N_q, Br), Td = ceil_div(d, Bc);
+  const int c = blockIdx.x % Td, i = blockIdx.x / Td % Tr, bh = blockIdx.x / Td / Tr;
+  const int b = bh / p.H, h = bh % p.H, h_kv = h / (p.H / p.H_kv);
+  const float* V = p.V.head(b, h_kv);
+  float* O = p.O.head(b, h);
+
+  const int row = i * Br + threadIdx.y, k = c * Bc + threadIdx.x;
+  if (row >= p.N_q || k >= d) return;
+  const float* P_row = P + ((int64_t)bh * p.N_q + row) * p.N_k;
+
+  float o = 0.f;
+  for (int col = 0; col < p.N_k; col++) o += P_row[col] * V[col * p.V.stride_n + k];
+  O[row * p.O.stride_n + k] = o;
+}
+
+size_t workspace_bytes(const FwdParams& p) { return sizeof(float) * p.B * p.H * p.N_q * p.N_k; }   // S, then P
+
+cudaError_t launch(const FwdParams& p, cudaStream_t stream) {
+  float* S = static_cast<float*>(p.workspace);
+  const int heads = p.B * p.H, Tr = ceil_div(p.N_q, Br), Tc = ceil_div(p.N_k, Bc), Td = ceil_div(d, Bc);
+  const dim3 threads(Bc, Br);
+  scores_kernel<<<heads * Tr * Tc, threads, 0, stream>>>(p, S);
+  softmax_kernel<<<ceil_div((int64_t)heads * p.N_q, 128), 128, 0, stream>>>(p, S);
+  output_kernel<<<heads * Tr * Td, threads, 0, stream>>>(p, S);
+  return cudaGetLastError();
+}

@@ -1,0 +1,149 @@
+// Forward stage 3: online_softmax
+// idea:    FlashAttention-1, Algorithm 1: one kernel, K/V outer loop; m, l, O updated in HBM
+// types:   fp32
+// needs:   any GPU
+// tiles:   Br=64 Bc=32; d > 64: Br=32 Bc=32; d > 128: Br=16 Bc=32
+// limits:  Br % 8 == 0; Bc % 32 == 0; (Br // 8) * (Bc // 32) <= 64
+// shared:  4 * (Br * d + Bc * (2 * d + 1) + Br * Bc)
+//
+// Softmax needs the whole row: its maximum and its sum. Unless they are corrected later. Take the row's keys in tiles, and let m and l
+// be its maximum and its sum over the tiles seen so far, O its output with respect to those. A new tile with maximum m~ and sum l~:
+//
+//   m_new = max(m, m~)                                                           (Algorithm 1, line 11)
+//   l_new = e^(m - m_new) l + e^(m~ - m_new) l~                                  (line 11)
+//   O_new = ( l e^(m - m_new) O + e^(m~ - m_new) P~ V_j ) / l_new                (line 12)
+//
+// So S_ij and P_ij need to exist for one tile at a time only, on the chip. The N x N matrix is gone from HBM: the workspace is m and
+// l, 8 bytes a row. That is the online softmax, and FlashAttention-1 is its Algorithm 1 below, line by line.
+//
+// Changed from tiled: its three kernels become one, so this step is larger than the others. Loading the tiles, S_reg and the
+// product P V are letter for letter what they were; new are the two loops and lines 10 to 13.
+//
+// Bound by parallelism: the blocks are the heads, 48 at B4 H12, on a GPU with 132 multiprocessors. The loop over i cannot be split among
+// blocks, as every j updates all of O, which crosses HBM Tc times, read and written. flash2 turns the loops around.
+#pragma once
+#include "common/launch.cuh"
+#include "common/tile.cuh"
+#include "common/warp.cuh"
+
+constexpr int d = HEAD_DIM;
+constexpr int Br = BLOCK_R, Bc = BLOCK_C;
+constexpr int warps = 8, threads = 32 * warps;
+constexpr int rows = Br / warps;          // of a tile, that a warp owns
+constexpr int cols = Bc / 32;             // of S, that a lane has
+constexpr int dims = (d + 31) / 32;       // of O, that a lane has
+
+// One block a head. The numbers are the lines of Algorithm 1.
+__global__ void __launch_bounds__(threads) online_softmax_kernel(FwdParams p, float* m, float* l) {
+  const int Tr = ceil_div(p.N_q, Br), Tc = ceil_div(p.N_k, Bc);          // 3, 4
+  const int bh = blockIdx.x;
+  const int b = bh / p.H, h = bh % p.H, h_kv = h / (p.H / p.H_kv);
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  float* O = p.O.head(b, h);
+  m += (int64_t)bh * p.N_q;
+  l += (int64_t)bh * p.N_q;
+
+  extern __shared__ float smem[];         // 1
+  float* Q_smem = smem;                   // Br x d
+  float* K_smem = Q_smem + Br * d;        // Bc x d, rows d + 1 apart
+  float* V_smem = K_smem + Bc * (d + 1);  // Bc x d
+  float* P_smem = V_smem + Bc * d;        // Br x Bc
+
+  for (int row = warp; row < p.N_q; row += warps) {                      // 2
+    for (int k = lane; k < d; k += 32) O[row * p.O.stride_n + k] = 0.f;
+    if (lane == 0) {
+      m[row] = -INFINITY;
+      l[row] = 0.f;
+    }
+  }
+
+  for (int j = 0; j < Tc; j++) {                                         // 5
+    __syncthreads();                      // nobody overwrites the tiles before everybody is done with the last ones
+    load_tile(K_smem, d + 1, p.K.head(b, h_kv), p.K.stride_n, j * Bc, Bc, p.N_k);   // 6
+    load_tile(V_smem, d, p.V.head(b, h_kv), p.V.stride_n, j * Bc, Bc, p.N_k);
+
+    // causal: the first row that sees key j * Bc is j * Bc - diagonal; tiles of Q above it see nothing of this one
+    const int first_i = CAUSAL ? max(j * Bc - p.diagonal, 0) / Br : 0;
+    for (int i = first_i; i < Tr; i++) {                                 // 7
+      __syncthreads();                    // as above, for Q
+      load_tile(Q_smem, d, p.Q.head(b, h), p.Q.stride_n, i * Br, Br, p.N_q);        // 8
+      __syncthreads();                    // nobody reads before everybody has written
+
+      float S_reg[rows][cols] = {};                                      // 9: S_ij = Q_i K_j^T
+      for (int k = 0; k < d; k++) {
+        for (int c = 0; c < cols; c++) {
+          const float key = K_smem[(lane + 32 * c) * (d + 1) + k];
+          for (int r = 0; r < rows; r++) S_reg[r][c] += Q_smem[(warp * rows + r) * d + k] * key;   // Q: one number for all lanes
+        }
+      }
+
+      float m_new[rows], l_old[rows], l_new[rows], alpha[rows], beta[rows];
+      for (int r = 0; r < rows; r++) {
+        const int row = i * Br + warp * rows + r;
+        const float m_old = row < p.N_q ? m[row] : -INFINITY;            // 8
+        l_old[r] = row < p.N_q ? l[row] : 0.f;
+
+        float m_tile = -INFINITY;                                        // 10: the tile's row maximum, P~, row sum
+        for (int c = 0; c < cols; c++) {
+          const int col = j * Bc + lane + 32 * c;
+          const bool visible = col < p.N_k && (!CAUSAL || col <= row + p.diagonal);
+          S_reg[r][c] = visible ? p.scale * S_reg[r][c] : -INFINITY;
+          m_tile = fmaxf(m_tile, S_reg[r][c]);
+        }
+        m_tile = warp_max(m_tile);
+        const float shift = m_tile == -INFINITY ? 0.f : m_tile;          // sees no key of this tile: -inf - -inf would be NaN
+        float l_tile = 0.f;
+        for (int c = 0; c < cols; c++) {
+          const float P = expf(S_reg[r][c] - shift);
+          P_smem[(warp * rows + r) * Bc + lane + 32 * c] = P;
+          l_tile += P;
+        }
+        l_tile = warp_sum(l_tile);
+
+        m_new[r] = fmaxf(m_old, m_tile);                                 // 11
+        const float shift_new = m_new[r] == -INFINITY ? 0.f : m_new[r];  // has seen no key at all yet
+        alpha[r] = expf(m_old - shift_new);
+        beta[r] = expf(m_tile - shift_new);
+        l_new[r] = alpha[r] * l_old[r] + beta[r] * l_tile;
+      }
+      __syncwarp();                       // P_smem is complete; and all lanes have read m and l before lane 0 writes them
+
+      float O_reg[rows][dims] = {};                                      // 12: P~_ij V_j
+      for (int col = 0; col < Bc; col++) {
+        for (int c = 0; c < dims; c++) {
+          const float value = lane + 32 * c < d ? V_smem[col * d + lane + 32 * c] : 0.f;
+          for (int r = 0; r < rows; r++) O_reg[r][c] += P_smem[(warp * rows + r) * Bc + col] * value;
+        }
+      }
+      for (int r = 0; r < rows; r++) {
+        const int row = i * Br + warp * rows + r;
+        if (row >= p.N_q) continue;
+        for (int c = 0; c < dims; c++) {                                 // 12: O_i to HBM
+          const int k = lane + 32 * c;
+          if (k >= d || l_new[r] == 0.f) continue;                       // O is 0 until the row has seen a key
+          float* o = O + row * p.O.stride_n + k;
+          *o = (l_old[r] * alpha[r] * *o + beta[r] * O_reg[r][c]) / l_new[r];
+        }
+        if (lane == 0) {                                                 // 13
+          m[row] = m_new[r];
+          l[row] = l_new[r];
+        }
+      }
+    }                                                                    // 14
+  }                                                                      // 15
+
+  __syncthreads();
+  for (int row = threadIdx.x; row < p.N_q; row += threads)               // not in Algorithm 1: what our backward reads
+    p.L[(int64_t)bh * p.N_q + row] = l[row] == 0.f ? -INFINITY : m[row] + logf(l[row]);
+}
+
+size_t workspace_bytes(const FwdParams& p) { return 2 * sizeof(float) * p.B * p.H * p.N_q; }   // m and l
+
+cudaError_t launch(const FwdParams& p, cudaStream_t stream) {
+  float* m = static_cast<float*>(p.workspace);
+  float* l = m + (int64_t)p.B * p.H * p.N_q;
+  const size_t bytes = sizeof(float) * (Br * d + Bc * (d + 1) + Bc * d + Br * Bc);
+  allow_shared_memory(online_softmax_kernel, bytes);
+  online_softmax_kernel<<<p.B * p.H, threads, bytes, stream>>>(p, m, l);
+  return cudaGetLastError();
+}

@@ -1,0 +1,127 @@
+// Forward stage 4: flash2
+// idea:    FlashAttention-2: Q tile a block, K/V inner loop; O, m, l in registers; L written once
+// types:   fp32
+// needs:   any GPU
+// tiles:   Br=64 Bc=32; d > 64: Br=32 Bc=32; d > 128: Br=16 Bc=32
+// limits:  Br % 8 == 0; Bc % 32 == 0; (Br // 8) * (Bc // 32) <= 64
+// shared:  4 * (Br * d + Bc * (2 * d + 1) + Br * Bc)
+//
+// FlashAttention-2, Algorithm 1: the loops change places. Outside are the tiles of Q, and as no tile of O depends on another one they
+// become blocks: B * H * Tr of them instead of B * H. Inside are K and V. So O, m and l of a tile stay in the registers of one
+// warp from the first key to the last one, and leave once:
+//
+//   m_new = max(m, rowmax(S))                                  (Algorithm 1, line 9)
+//   l     = e^(m - m_new) l + rowsum(P~)                       (line 9)
+//   O     = e^(m - m_new) O + P~ V_j                           (line 10)
+//   O / l at the end                                           (line 12)
+//   L     = m + log(l)                                         (line 13)
+//
+// Two more savings. O is kept unnormalised: one division at the end instead of one a tile. And P~ is taken relative to m_new at once, not to
+// the tile's own maximum, so there is one factor to apply instead of two.
+//
+// Erratum: line 10 of the paper's Algorithm 1 has diag(e^(m - m_new))^-1 O. The inverse is a mistake: a maximum that grows makes
+// the old terms smaller. tests/ run it as printed and see it fail.
+//
+// Changed from online_softmax: the order of the loops, and where O, m and l live.
+// Bound by shared memory: an FMA needs a number of Q or P, the same for all lanes, and an eighth of a load of K or V. And causal tiles are
+// computed whole, also where half of them is masked.
+#pragma once
+#include "common/launch.cuh"
+#include "common/tile.cuh"
+#include "common/warp.cuh"
+
+constexpr int d = HEAD_DIM;
+constexpr int Br = BLOCK_R, Bc = BLOCK_C;
+constexpr int warps = 8, threads = 32 * warps;
+constexpr int rows = Br / warps;          // of a tile, that a warp owns
+constexpr int cols = Bc / 32;             // of S, that a lane has
+constexpr int dims = (d + 31) / 32;       // of O, that a lane has
+
+// One block a tile of Q. The numbers are the lines of Algorithm 1.
+__global__ void __launch_bounds__(threads) flash2_kernel(FwdParams p) {
+  const int Tr = ceil_div(p.N_q, Br);                                    // 1, 2
+  const int i = blockIdx.x % Tr, bh = blockIdx.x / Tr;                   // 3
+  const int b = bh / p.H, h = bh % p.H, h_kv = h / (p.H / p.H_kv);
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  float* O = p.O.head(b, h);
+
+  extern __shared__ float smem[];
+  float* Q_smem = smem;                   // Br x d
+  float* K_smem = Q_smem + Br * d;        // Bc x d, rows d + 1 apart
+  float* V_smem = K_smem + Bc * (d + 1);  // Bc x d
+  float* P_smem = V_smem + Bc * d;        // Br x Bc
+  load_tile(Q_smem, d, p.Q.head(b, h), p.Q.stride_n, i * Br, Br, p.N_q);            // 4
+
+  float O_reg[rows][dims] = {}, m[rows], l[rows];                        // 5
+  for (int r = 0; r < rows; r++) {
+    m[r] = -INFINITY;
+    l[r] = 0.f;
+  }
+
+  // causal: row q sees the keys up to q + diagonal, so this tile's last row sees (i + 1) * Br + diagonal of them
+  const int keys = CAUSAL ? min(p.N_k, (i + 1) * Br + p.diagonal) : p.N_k;
+  for (int j = 0; j * Bc < keys; j++) {                                  // 6
+    __syncthreads();                      // nobody overwrites the tiles before everybody is done with the last ones
+    load_tile(K_smem, d + 1, p.K.head(b, h_kv), p.K.stride_n, j * Bc, Bc, p.N_k);   // 7
+    load_tile(V_smem, d, p.V.head(b, h_kv), p.V.stride_n, j * Bc, Bc, p.N_k);
+    __syncthreads();                      // nobody reads before everybody has written
+
+    float S_reg[rows][cols] = {};                                        // 8: S_ij = Q_i K_j^T
+    for (int k = 0; k < d; k++) {
+      for (int c = 0; c < cols; c++) {
+        const float key = K_smem[(lane + 32 * c) * (d + 1) + k];
+        for (int r = 0; r < rows; r++) S_reg[r][c] += Q_smem[(warp * rows + r) * d + k] * key;   // Q: one number for all lanes
+      }
+    }
+
+    for (int r = 0; r < rows; r++) {                                     // 9
+      const int row = i * Br + warp * rows + r;
+      float m_new = m[r];
+      for (int c = 0; c < cols; c++) {
+        const int col = j * Bc + lane + 32 * c;
+        const bool visible = col < p.N_k && (!CAUSAL || col <= row + p.diagonal);
+        S_reg[r][c] = visible ? p.scale * S_reg[r][c] : -INFINITY;
+        m_new = fmaxf(m_new, S_reg[r][c]);
+      }
+      m_new = warp_max(m_new);
+      const float shift = m_new == -INFINITY ? 0.f : m_new;              // has seen no key yet: -inf - -inf would be NaN
+      float l_tile = 0.f;
+      for (int c = 0; c < cols; c++) {
+        const float P = expf(S_reg[r][c] - shift);
+        P_smem[(warp * rows + r) * Bc + lane + 32 * c] = P;
+        l_tile += P;
+      }
+      const float alpha = expf(m[r] - shift);
+      l[r] = alpha * l[r] + warp_sum(l_tile);
+      m[r] = m_new;
+      for (int c = 0; c < dims; c++) O_reg[r][c] *= alpha;               // 10: e^(m - m_new) O, not its inverse
+    }
+    __syncwarp();                         // a warp reads only the rows of P that it wrote itself
+
+    for (int col = 0; col < Bc; col++) {                                 // 10: + P~_ij V_j
+      for (int c = 0; c < dims; c++) {
+        const float value = lane + 32 * c < d ? V_smem[col * d + lane + 32 * c] : 0.f;
+        for (int r = 0; r < rows; r++) O_reg[r][c] += P_smem[(warp * rows + r) * Bc + col] * value;
+      }
+    }
+  }                                                                      // 11
+
+  for (int r = 0; r < rows; r++) {
+    const int row = i * Br + warp * rows + r;
+    if (row >= p.N_q) continue;
+    for (int c = 0; c < dims; c++) {                                     // 12, 14
+      const int k = lane + 32 * c;
+      if (k < d) O[row * p.O.stride_n + k] = l[r] == 0.f ? 0.f : O_reg[r][c] / l[r];
+    }
+    if (lane == 0) p.L[(int64_t)bh * p.N_q + row] = l[r] == 0.f ? -INFINITY : m[r] + logf(l[r]);   // 13, 15
+  }
+}
+
+size_t workspace_bytes(const FwdParams&) { return 0; }
+
+cudaError_t launch(const FwdParams& p, cudaStream_t stream) {
+  const size_t bytes = sizeof(float) * (Br * d + Bc * (d + 1) + Bc * d + Br * Bc);
+  allow_shared_memory(flash2_kernel, bytes);
+  flash2_kernel<<<p.B * p.H * ceil_div(p.N_q, Br), threads, bytes, stream>>>(p);
+  return cudaGetLastError();
+}
