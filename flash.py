@@ -364,28 +364,27 @@ def _forward(q, k, v, diagonal: int | None, scale: float | None, stage, tiles: d
 
 
 # ------------------------------------------------------------------------------------------------ the loader
-def definitions(stage: Stage, dtype: torch.dtype, d: int, causal: bool, tiles: dict[str, int]) -> dict[str, str]:
-    """The macros that a stage is compiled with; STAGE_FILE is added by whoever compiles it."""
-    return {"ELEMENT": ELEMENTS[dtype], "HEAD_DIM": str(d), "CAUSAL": str(int(causal)), "BLOCK_R": str(tiles["Br"]),
-            "BLOCK_C": str(tiles["Bc"])}
+def definitions(stage: Stage, dtype: torch.dtype, d: int, causal: bool, tiles: dict[str, int]) -> dict[str, str | Path]:
+    """The macros that flash_fwd.cu is compiled with; a path stands for a file to include."""
+    return {"STAGE_FILE": stage.path, "ELEMENT": ELEMENTS[dtype], "HEAD_DIM": str(d), "CAUSAL": str(int(causal)),
+            "BLOCK_R": str(tiles["Br"]), "BLOCK_C": str(tiles["Bc"])}
 
 
-_libraries: dict = {}  # (stage file, macros, target) -> (library, {source file: modification time})
+_libraries: dict = {}  # (stage's name, macros, target, debug) -> (library, {source file: modification time})
 
 
-def _library(stage: Stage, macros: dict[str, str], device: torch.device) -> ctypes.CDLL:
+def _library(stage: Stage, macros: dict[str, str | Path], device: torch.device) -> ctypes.CDLL:
     """The stage compiled for a device. An edited file is noticed by its time, and compiled anew if its content changed."""
     target = torch.cuda.get_device_capability(device) if device.type == "cuda" else "cpu"
-    debug = os.environ.get("FLASH_DEBUG", "0") not in ("", "0")
-    key = (stage.path, tuple(macros.items()), target, debug)
+    key = (stage.name, tuple(macros.items()), target, _debug())
     if key in _libraries:
         library, times = _libraries[key]
         with contextlib.suppress(FileNotFoundError):
             if all(file.stat().st_mtime_ns == time for file, time in times.items()):
                 return library
-    times = {file: file.stat().st_mtime_ns for file in source_files(ROOT / "flash_fwd.cu", stage.path)}
-    build = _build_for_cpu if target == "cpu" else functools.partial(_build_for_gpu, capability=target)
-    library = ctypes.CDLL(str(build(stage, list(times), macros, debug=debug)))
+    source = ROOT / "flash_fwd.cu"
+    times = {file: file.stat().st_mtime_ns for file in source_files(source, stage.path)}
+    library = ctypes.CDLL(str(build(source, device, macros, name=f"fwd_{stage.name}")))
     library.flash_fwd.restype = ctypes.c_char_p
     library.flash_fwd.argtypes = [ctypes.POINTER(_FwdParams), ctypes.c_void_p]
     library.flash_fwd_workspace_bytes.restype = library.flash_fwd_params_bytes.restype = ctypes.c_size_t
@@ -393,6 +392,28 @@ def _library(stage: Stage, macros: dict[str, str], device: torch.device) -> ctyp
         raise RuntimeError("FwdParams in flash_fwd.cu and _FwdParams in flash.py differ: make them the same, field for field")
     _libraries[key] = library, times
     return library
+
+
+def build(source: Path, device: torch.device, macros: dict[str, str | Path] = {}, name: str | None = None) -> Path:
+    """Compile a .cu file to a shared library, once for each content: with nvcc for a GPU, for the simulator otherwise.
+
+    Args:
+        source: the file. What it and the files among `macros` include is part of the build.
+        macros: by name; a pathlib.Path is a file that the source includes by this macro.
+        name: the first part of the library's name.
+    Returns:
+        The library's path, to be loaded with ctypes.CDLL.
+    Raises:
+        RuntimeError: without a compiler; with the compiler's messages; for CUDA syntax that the simulator does not know.
+    """
+    files = source_files(source, *(value for value in macros.values() if isinstance(value, Path)))
+    compile_ = _build_for_gpu if device.type == "cuda" else _build_for_cpu
+    return compile_(name or source.stem, files, macros, device)
+
+
+def _debug() -> bool:
+    """FLASH_DEBUG=1: without optimisation, for a debugger."""
+    return os.environ.get("FLASH_DEBUG", "0") not in ("", "0")
 
 
 def source_files(*files: Path) -> list[Path]:
@@ -418,21 +439,24 @@ def _name(prefix: str, files: list[Path], *rest) -> str:
     return f"{prefix}_{digest.hexdigest()[:16]}"
 
 
-def _build_for_cpu(stage: Stage, files: list[Path], macros: dict[str, str], debug: bool) -> Path:
+def _build_for_cpu(name: str, files: list[Path], macros: dict[str, str | Path], device: torch.device) -> Path:
+    if missing := simulator.missing_compiler():
+        raise RuntimeError(missing)
     runtime = _build_simulator()
-    flags = simulator.compile_flags(debug)
-    name = _name(f"fwd_{stage.name}_cpu", files, macros, flags, simulator.signature(), torch.__version__)
+    flags = simulator.compile_flags(_debug())
+    name = _name(f"{name}_cpu", files, macros, flags, simulator.signature(), torch.__version__)
     folder = BUILD / name / "translated"
+    translated = simulator.translated_files(files, ROOT, folder)
 
-    def sources() -> list[Path]:
+    def write_sources() -> list[Path]:
         try:
-            cpp = simulator.translate_files(files, ROOT, folder)
+            simulator.translate_files(translated)
         except simulator.TranslationError as error:
-            raise RuntimeError(f"stage {stage.name!r} cannot be translated for the CPU: {error}") from None
-        macros["STAGE_FILE"] = f'"{cpp[stage.path]}"'
-        return [cpp[ROOT / "flash_fwd.cu"]]
+            raise RuntimeError(f"cannot translate CUDA for the CPU: {error}") from None
+        return [translated[files[0]]]
 
-    return _build(name, sources, macros, cflags=[*flags, f"-I{folder}", f"-I{folder / 'stages'}"],
+    macros = {macro: translated[value] if isinstance(value, Path) else value for macro, value in macros.items()}
+    return _build(name, write_sources, macros, cflags=[*flags, f"-I{folder}", f"-I{folder / 'stages'}"],
                   ldflags=[str(runtime), f"-Wl,-rpath,{runtime.parent}"])
 
 
@@ -444,16 +468,16 @@ def _build_simulator() -> Path:
                   ldflags=["-ldl", "-pthread"])
 
 
-def _build_for_gpu(stage: Stage, files: list[Path], macros: dict[str, str], capability: tuple[int, int], debug: bool) -> Path:
+def _build_for_gpu(name: str, files: list[Path], macros: dict[str, str | Path], device: torch.device) -> Path:
     nvcc = find_nvcc(torch.version.cuda)
+    capability = torch.cuda.get_device_capability(device)
     arch = f"{capability[0]}{capability[1]}" + "a" * (capability[0] == 9)  # sm_90a: Hopper's own instructions too
     flags = [f"-gencode=arch=compute_{arch},code=sm_{arch}", "-std=c++17", "-lineinfo", f"-I{ROOT}", f"-I{STAGES}",
              "-U__CUDA_NO_HALF_OPERATORS__", "-U__CUDA_NO_HALF_CONVERSIONS__", "-U__CUDA_NO_HALF2_OPERATORS__",
-             "-U__CUDA_NO_BFLOAT16_CONVERSIONS__", *(["-G"] if debug else ["-O3"])]  # -U: torch's load() defines them
-    macros = macros | {"STAGE_FILE": f'"{stage.path}"'}
-    name = _name(f"fwd_{stage.name}_sm{arch}", files, macros, flags, str(nvcc), nvcc_version(nvcc), torch.__version__)
+             "-U__CUDA_NO_BFLOAT16_CONVERSIONS__", *(["-G"] if _debug() else ["-O3"])]  # -U: torch's load() defines them
+    name = _name(f"{name}_sm{arch}", files, macros, flags, str(nvcc), nvcc_version(nvcc), torch.__version__)
     cpp_extension.CUDA_HOME = str(nvcc.parent.parent)
-    return _build(name, lambda: [ROOT / "flash_fwd.cu"], macros, cuda_cflags=flags,
+    return _build(name, lambda: [files[0]], macros, cuda_cflags=flags,
                   ldflags=[f"-L{_linkable_cudart(nvcc.parent.parent)}"])
 
 
@@ -477,7 +501,7 @@ def _is_built(name: str) -> bool:
     return (BUILD / name / "done").exists()
 
 
-def _build(name: str, sources, macros: dict[str, str], cflags=(), cuda_cflags=(), ldflags=()) -> Path:
+def _build(name: str, sources, macros: dict[str, str | Path], cflags=(), cuda_cflags=(), ldflags=()) -> Path:
     """Compile and link `sources()` to build/<name>/<name>.so with torch.utils.cpp_extension.load, unless it is there.
 
     Safe against another process that builds the same at the same time, and after a build that was interrupted: the lock is the
@@ -502,7 +526,7 @@ def _build(name: str, sources, macros: dict[str, str], cflags=(), cuda_cflags=()
         (folder / "lock").unlink(missing_ok=True)
         cpp_extension.JIT_EXTENSION_VERSIONER.entries.pop(name, None)  # else load() takes a failed build for a finished one
         files = [str(file) for file in sources()]
-        defines = [f"-D{macro}={value}" for macro, value in macros.items()]
+        defines = [f'-D{macro}="{value}"' if isinstance(value, Path) else f"-D{macro}={value}" for macro, value in macros.items()]
         try:
             cpp_extension.load(name, files, extra_cflags=_ninja_quoted([*defines, *cflags]),
                                extra_cuda_cflags=_ninja_quoted([*defines, *cuda_cflags]),

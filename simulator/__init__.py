@@ -14,7 +14,7 @@ from pathlib import Path
 from .translate import TranslationError, translate
 
 __all__ = ["TranslationError", "compile_flags", "missing_compiler", "resolve_addresses", "runtime_sources",
-           "signature", "translate", "translate_files"]
+           "signature", "translate", "translate_files", "translated_files"]
 
 FOLDER = Path(__file__).resolve().parent
 INCLUDE = FOLDER / "include"
@@ -60,22 +60,21 @@ def signature() -> str:
     return digest.hexdigest()
 
 
-def translate_files(files: list[Path], root: Path, folder: Path) -> dict[Path, Path]:
-    """Translate source files into `folder`: those under `root` keep their place there, others go to its top.
+def translated_files(files: list[Path], root: Path, folder: Path) -> dict[Path, Path]:
+    """Where in `folder` the C++ of each file goes: files under `root` keep their place there, others come to its top."""
+    places = {file: folder / (file.relative_to(root) if file.is_relative_to(root) else file.name) for file in files}
+    return {file: place.with_suffix(".cpp") if place.suffix == ".cu" else place for file, place in places.items()}
 
-    Returns:
-        The C++ file for every source file.
+
+def translate_files(targets: dict[Path, Path]) -> None:
+    """Translate each file to its target.
+
     Raises:
         TranslationError: see translate().
     """
-    written = {}
-    for file in files:
-        place = folder / (file.relative_to(root) if file.is_relative_to(root) else file.name)
-        target = place.with_suffix(".cpp") if place.suffix == ".cu" else place
+    for file, target in targets.items():
         target.parent.mkdir(parents=True, exist_ok=True)
         target.write_text(translate(file.read_text(), str(file)))
-        written[file] = target
-    return written
 
 
 def resolve_addresses(report: str) -> str:
