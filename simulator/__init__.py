@@ -1,6 +1,7 @@
 """CUDA on the CPU: what flash.py's loader needs to build a stage for a machine without a GPU.
 
-translate.py rewrites the CUDA syntax, include/ stands in for NVIDIA's headers, and runtime/ executes the threads.
+translate.py rewrites the CUDA syntax, include/ stands in for NVIDIA's headers, and runtime/ executes the
+threads.
 """
 
 import hashlib
@@ -44,26 +45,34 @@ def missing_compiler() -> str | None:
 
 
 def compile_flags(debug: bool) -> list[str]:
-    """Flags for a translated kernel. CUDA code reads memory through other types and lets integers wrap: so may this."""
+    """Flags for a translated kernel. CUDA code reads memory through other types and lets integers wrap.
+
+    -fstack-clash-protection: a large local array touches every page on its way down, so it cannot jump over
+    the page that ends a thread's stack into the stack of another one.
+    """
     return ["-std=c++17", *(["-O0", "-g3"] if debug else ["-O2", "-g", "-march=native"]), "-gdwarf-4",
-            "-fno-strict-aliasing", "-fwrapv", "-Wno-unknown-pragmas", "-Wno-attributes", f"-I{INCLUDE}"]
+            "-fno-strict-aliasing", "-fwrapv", "-fstack-clash-protection",
+            "-Wno-unknown-pragmas", "-Wno-attributes", f"-I{INCLUDE}"]
 
 
 def signature() -> str:
-    """A hash of everything that a simulated kernel depends on beside its own source: the simulator, this CPU."""
+    """A hash of all that a simulated kernel depends on beside its own source: the simulator, this CPU."""
     digest = hashlib.sha256()
     for file in sorted([*INCLUDE.rglob("*.h"), *(FOLDER / "runtime").iterdir(), *FOLDER.glob("*.py")]):
         digest.update(file.read_bytes())
     cpu_info = Path("/proc/cpuinfo")  # -march=native: a build is not for every machine that shares the folder
-    features = set(re.findall(r"^(?:flags|Features)\s*:.*", cpu_info.read_text(), re.M)) if cpu_info.exists() else ()
+    text = cpu_info.read_text() if cpu_info.exists() else ""
+    features = set(re.findall(r"^(?:flags|Features)\s*:.*", text, re.M))
     digest.update(repr((sorted(features), platform.machine(), compiler())).encode())
     return digest.hexdigest()
 
 
 def translated_files(files: list[Path], root: Path, folder: Path) -> dict[Path, Path]:
-    """Where in `folder` the C++ of each file goes: files under `root` keep their place there, others come to its top."""
-    places = {file: folder / (file.relative_to(root) if file.is_relative_to(root) else file.name) for file in files}
-    return {file: place.with_suffix(".cpp") if place.suffix == ".cu" else place for file, place in places.items()}
+    """Where in `folder` the C++ of each file goes: in the same place as under `root`, else as on the disk."""
+    places = {file: folder / (file.relative_to(root) if file.is_relative_to(root) else
+                              Path("elsewhere", *file.resolve().parts[1:])) for file in files}
+    return {file: place.with_suffix(".cpp") if place.suffix == ".cu" else place
+            for file, place in places.items()}
 
 
 def translate_files(targets: dict[Path, Path]) -> None:
@@ -78,10 +87,11 @@ def translate_files(targets: dict[Path, Path]) -> None:
 
 
 def resolve_addresses(report: str) -> str:
-    """Replace @library+offset@, as the run-time library writes after a crash, by file:line where addr2line is there."""
+    """Replace @library+offset@, as written after a crash, by file:line where addr2line is there."""
     def line_of(match: re.Match) -> str:
         try:
-            out = subprocess.run(["addr2line", "-i", "-e", match[1], match[2]], capture_output=True, text=True).stdout
+            out = subprocess.run(["addr2line", "-i", "-e", match[1], match[2]],
+                                 capture_output=True, text=True).stdout
         except FileNotFoundError:
             return f"{match[1]}+{match[2]}"
         lines = [line.split(" (")[0] for line in out.splitlines() if not line.startswith("?")]

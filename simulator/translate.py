@@ -1,26 +1,33 @@
-"""CUDA C++ into C++ that g++ compiles, line for line, so that every message still names a line of the .cu file.
+"""CUDA C++ into C++ that g++ compiles, line for line: every message still names a line of the .cu file.
 
-Almost all of CUDA C++ is C++ once a header defines `threadIdx`, `__syncthreads()` and the like (include/cuda_runtime.h).
+Almost all of CUDA C++ is C++ once a header defines `threadIdx`, `__syncthreads()` and the like, as
+include/cuda_runtime.h does.
 Three pieces of syntax are not, and are rewritten here:
 
-    kernel<<<grid, block, shared, stream>>>(args)  ->  ::sim::Launcher(grid, block, shared, stream)("kernel", kernel, args)
+    kernel<<<grid, block, bytes, stream>>>(args)
+                            ->  ::sim::Launcher(grid, block, bytes, stream)("kernel", kernel, args)
     __shared__ float tile[32][33];                 ->  a reference into the block's shared memory
     extern __shared__ float smem[];                ->  a pointer to its dynamic part
 """
 
 import re
 
-_COMMENTS_AND_STRINGS = re.compile(r'//[^\n]*|/\*.*?\*/|"(?:\\.|[^"\\\n])*"|\'(?:\\.|[^\'\\\n])+\'', re.S)
+_COMMENTS_AND_STRINGS = re.compile(  # a quote after a digit separates thousands: 1'000
+    r'//[^\n]*|/\*.*?\*/|"(?:\\.|[^"\\\n])*"|(?<![0-9a-fA-F])\'(?:\\.|[^\'\\\n])+\'', re.S)
 _ALIGNMENT = r"(?:(?:__align__|alignas)\s*\([^)]*\)\s*)?"
-_TYPE_AND_NAME = r"(?P<type>[\w:<>,\s]+?)[\s]*\b(?P<name>\w+)\s*"
+_TYPE_AND_NAME = r"(?P<type>[\w:\s]+?(?:<[^;\[\]]*>[\w:\s]*?)?)\s*\b(?P<name>\w+)\s*"  # commas within <> only
+_KERNEL_NAME = re.compile(r"(?:::\s*)?\b[A-Za-z_]\w*(?:\s*::\s*[A-Za-z_]\w*)*$")
 _DYNAMIC_SHARED = re.compile(rf"extern\s+__shared__\s+{_ALIGNMENT}{_TYPE_AND_NAME}\[\s*\]\s*;")
 _STATIC_SHARED = re.compile(
-    rf"__shared__\s+(?P<alignment>{_ALIGNMENT}){_TYPE_AND_NAME}(?P<extents>(?:\[[^\];]+\]\s*)*);")
+    rf"(?P<before>{_ALIGNMENT})(?:static\s+)?__shared__\s+(?P<alignment>{_ALIGNMENT}){_TYPE_AND_NAME}"
+    r"(?P<extents>(?:\[[^\];]+\]\s*)*);")
 _OTHER_CUDA_SYNTAX = {
     r"\b__shared__\b": "this form of __shared__ is not understood: declare one array a statement, as in "
                        "`__shared__ float tile[32][33];` or `extern __shared__ float smem[];`",
-    r"<<<": "this form of a kernel launch is not understood: write `kernel<<<grid, block, bytes, stream>>>(arguments)`",
-    r"\basm\b": "inline PTX cannot run on a CPU: put it between `#ifdef __CUDACC__` and `#else`, with the same in C++ after it",
+    r"<<<": "this form of a kernel launch is not understood: write "
+            "`kernel<<<grid, block, bytes, stream>>>(arguments)`",
+    r"\b(?:asm|__asm__|__asm)\b": "inline PTX cannot run on a CPU: put it between "
+                                  "`#ifdef __CUDACC__` and `#else`, with the same in C++ after it",
 }
 
 
@@ -69,24 +76,42 @@ def _closing(code: str, start: int, brackets: str) -> int:
 
 
 def _launches(source: str, code: str, path: str):
-    """kernel<<<configuration>>>( as edits (start, end, replacement); the arguments after it stay as they are."""
-    for launch in re.finditer(r"(?P<kernel>\b[A-Za-z_][\w:]*)\s*(?P<template><[^;{}]*?>)?\s*<<<", code):
+    """kernel<<<configuration>>>( as edits (start, end, replacement); the arguments after it stay."""
+    for launch in re.finditer("<<<", code):
+        start = _kernel_start(code, launch.start())
         end = code.find(">>>", launch.end())
         opening = re.compile(r"\s*\(").match(code, end + 3) if end >= 0 else None
         closing = _closing(code, opening.end() - 1, "()") if opening else -1
-        if closing < 0:
+        if start < 0 or closing < 0:
             raise _error(code, launch.start(), path, _OTHER_CUDA_SYNTAX["<<<"])
-        kernel = source[launch.start():launch.end() - 3].strip()
+        kernel = source[start:launch.start()].strip()
         name = " ".join(kernel.split()).replace('"', "")
         comma = ", " if code[opening.end():closing - 1].strip() else ""
         configuration = source[launch.end():end]
-        yield launch.start(), opening.end(), f'::sim::Launcher({configuration})("{name}", {kernel}{comma}'
+        yield start, opening.end(), f'::sim::Launcher({configuration})("{name}", {kernel}{comma}'
+
+
+def _kernel_start(code: str, end: int) -> int:
+    """Where the kernel before the `<<<` at `end` starts, a name and perhaps template arguments; -1: none."""
+    end = len(code[:end].rstrip())
+    if code[:end].endswith(">"):
+        angles = parentheses = 0
+        for position in reversed(range(end)):
+            parentheses += (code[position] == ")") - (code[position] == "(")
+            if parentheses == 0:          # within them, < and > compare
+                angles += (code[position] == ">") - (code[position] == "<")
+            if angles == 0 or parentheses < 0 or code[position] in ";{}":
+                break
+        end = len(code[:position].rstrip())
+    name = _KERNEL_NAME.search(code[:end])
+    return name.start() if name else -1
 
 
 def _shared_arrays(source: str, code: str, path: str):
     for array in _DYNAMIC_SHARED.finditer(code):
         if _at_file_scope(code, array.start()):
-            raise _error(code, array.start(), path, "declare `extern __shared__` inside of the kernel that uses it")
+            raise _error(code, array.start(), path,
+                         "declare `extern __shared__` inside of the kernel that uses it")
         type_, name = source[slice(*array.span("type"))].strip(), array["name"]
         site = f"{path}:{code.count(chr(10), 0, array.start()) + 1}"
         yield *array.span(), f'{type_}* const {name} = ::sim::shared_dynamic<{type_}>("{name}", "{site}");'
@@ -94,9 +119,10 @@ def _shared_arrays(source: str, code: str, path: str):
         if code[:array.start()].rstrip().endswith("extern"):
             continue
         if _at_file_scope(code, array.start()):
-            raise _error(code, array.start(), path, "declare `__shared__` arrays inside of the kernel that uses them")
+            raise _error(code, array.start(), path,
+                         "declare `__shared__` arrays inside of the kernel that uses them")
         type_, name, extents = (source[slice(*array.span(g))].strip() for g in ("type", "name", "extents"))
-        alignment = array["alignment"].strip().replace("__align__", "alignas")
+        alignment = f"{array['before']} {array['alignment']}".strip().replace("__align__", "alignas")
         site = f"{path}:{code.count(chr(10), 0, array.start()) + 1}"
         # `using` needs the extents after a name; a struct's member has them there
         yield *array.span(), (
@@ -112,7 +138,7 @@ def _at_file_scope(code: str, position: int) -> bool:
             open_braces.append(brace.start())
         elif open_braces:
             open_braces.pop()
-    return all(re.search(r"(?:\bnamespace(?:\s+\w+)?|\bextern)\s*$", code[:b]) for b in open_braces)
+    return all(re.search(r"(?:\bnamespace(?:\s+[\w:]+)?|\bextern)\s*$", code[:b]) for b in open_braces)
 
 
 def _refuse_the_rest(code: str, edits: list, path: str) -> None:
@@ -133,7 +159,7 @@ def _without_gpu_only_code(code: str) -> str:
         directive = line.replace(" ", "")
         if directive.startswith("#if"):
             depth += 1
-            if hidden_at is None and re.match(r"#if(def|defined\(?)__CUDA(CC|_ARCH)__", directive):
+            if hidden_at is None and re.match(r"#if(def|defined\(?)?__CUDA(CC|_ARCH)__", directive):
                 hidden_at = depth
         elif directive.startswith(("#else", "#elif", "#endif")):
             if hidden_at == depth:

@@ -1,4 +1,5 @@
-// In a kernel, a failed assert ends the launch and names the CUDA thread; the C library's would end the process.
+// In a kernel, a failed assert ends the launch and names the CUDA thread; the C library's would end the
+// process.
 #include_next <assert.h>
 #include "cuda_runtime.h"
 #ifndef NDEBUG

@@ -1,4 +1,5 @@
-// Atomics on global or shared memory. Blocks run on different OS threads, so these are real atomics of the CPU.
+// Atomics on global or shared memory. Blocks run on different OS threads, so these are real atomics of the
+// CPU.
 #include "runtime.h"
 
 #include <algorithm>

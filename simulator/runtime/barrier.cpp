@@ -1,12 +1,13 @@
-// __syncthreads: nobody goes on before everybody has come. A thread that has returned from the kernel never comes, so the
-// others wait for ever, and the scheduler reports a deadlock. (Hardware since Volta lets the remaining threads through; the
-// programming model promises nothing.)
+// __syncthreads: nobody goes on before everybody has come. A thread that has returned from the kernel never
+// comes, so the others wait for ever, and the scheduler reports a deadlock. (Hardware since Volta lets the
+// remaining threads through; the programming model promises nothing.)
 #include "runtime.h"
 
 namespace sim {
 
 static int barrier(int predicate, const char* name, Site site) {
   Worker& w = *worker;
+  if (interrupted()) fail("interrupted", site);   // a block of one thread never waits
   Barrier& b = w.barrier;
   b.sum += predicate != 0;
   b.waiting.push_back(w.current);

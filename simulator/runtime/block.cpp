@@ -1,6 +1,8 @@
 // The scheduler: runs the fibers of one block until all have returned, or reports that none can go on.
 #include "runtime.h"
 
+#include <cstdio>
+#include <cstdlib>
 #include <exception>
 #include <map>
 
@@ -66,7 +68,7 @@ extern "C" void sim_yield() {
   give_way();
 }
 
-// -------------------------------------------------------------------------------------------------- errors
+// -------------------------------------------------------------------------------- errors
 static std::string triple(uint3 v) {
   return "(" + std::to_string(v.x) + ", " + std::to_string(v.y) + ", " + std::to_string(v.z) + ")";
 }
@@ -95,13 +97,20 @@ void abandon_block(const std::string& report) {
   __builtin_unreachable();
 }
 
-extern "C" void sim_fail(const char* message, const char* file, int line) { fail(message, {file, line}); }
+extern "C" void sim_fail(const char* message, const char* file, int line) {
+  if (!worker) {                        // an assert of the host
+    fprintf(stderr, "%s:%d: %s\n", file, line, message);
+    abort();
+  }
+  fail(message, {file, line});
+}
 
 static std::string ranges(const std::vector<int>& numbers) {   // 0 1 2 5 -> "0-2, 5"
   std::string s;
   for (size_t i = 0, j; i < numbers.size(); i = j + 1) {
     for (j = i; j + 1 < numbers.size() && numbers[j + 1] == numbers[j] + 1;) j++;
-    s += (s.empty() ? "" : ", ") + std::to_string(numbers[i]) + (j > i ? "-" + std::to_string(numbers[j]) : "");
+    s += (s.empty() ? "" : ", ") + std::to_string(numbers[i]) +
+         (j > i ? "-" + std::to_string(numbers[j]) : "");
   }
   return s;
 }
@@ -123,7 +132,7 @@ static std::string deadlock_report(const Worker& w) {
   return describe(w) + ": " + s;
 }
 
-// -------------------------------------------------------------------------------------------------- one block
+// -------------------------------------------------------------------------------- one block
 extern "C" void sim_fiber_main() {   // the first function on every fiber's stack
   Worker& w = *worker;
   try {
@@ -147,6 +156,8 @@ void run_block(Worker& w, uint3 block_index) {
   w.barrier = {};
   w.warps.assign(w.warps.size(), {});
   w.ready.clear();
+  const uint64_t number = block_index.x + gridDim.x * (block_index.y + uint64_t(gridDim.y) * block_index.z);
+  w.random = w.seed ? w.seed ^ (number + 1) * 0xBF58476D1CE4E5B9ull : 0;
   w.alive = int(w.fibers.size());
   for (Fiber& f : w.fibers) {
     const unsigned n = f.number;
@@ -155,7 +166,8 @@ void run_block(Worker& w, uint3 block_index) {
     f.stack_pointer = fresh_stack(f.stack + STACK_BYTES);
     w.ready.push_back(&f);
   }
-  while (Fiber* fiber = w.error.empty() ? take_ready(w) : nullptr) resume(w, fiber, &w.scheduler_stack_pointer);
+  while (Fiber* fiber = w.error.empty() ? take_ready(w) : nullptr)
+    resume(w, fiber, &w.scheduler_stack_pointer);
   w.current = nullptr;
   if (w.error.empty() && w.alive) w.error = deadlock_report(w);
 }

@@ -1,5 +1,6 @@
-// Switching between fibers: push the registers that a function call must preserve, swap the stack pointer, pop them.
-// Ten instructions, some 7 ns; the C library's swapcontext makes a system call each time and takes 220.
+// Switching between fibers: push the registers that a function call must preserve, swap the stack pointer,
+// pop them. Ten instructions, some 7 ns; the C library's swapcontext makes a system call each time and
+// takes 220.
 #include "runtime.h"
 
 #include <cstring>
@@ -13,7 +14,8 @@
 #endif
 
 // void sim_switch(void** save, void* next): store the stack pointer in *save, continue on the stack `next`.
-// sim_fiber_start: the return address on a fresh stack. The two zero words above it end a debugger's backtrace.
+// sim_fiber_start: the return address on a fresh stack. The two zero words above it end a debugger's
+// backtrace.
 #if defined(__x86_64__)
 asm(".text\n" FUNCTION("sim_switch") R"(
   pushq %rbp

@@ -1,11 +1,14 @@
-// A kernel launch: the blocks of the grid, shared out over the CPU's cores. Unlike on a GPU it has finished when it returns.
-// An error ends the launch and stays pending, as in CUDA, until cudaGetLastError reads it; later launches do nothing.
+// A kernel launch: the blocks of the grid, shared out over the CPU's cores. Unlike on a GPU it has finished
+// when it returns. An error ends the launch and stays pending, as in CUDA, until cudaGetLastError reads it;
+// later launches do nothing.
 #include "runtime.h"
 
 #include <atomic>
+#include <cmath>
 #include <csignal>
 #include <cstdlib>
 #include <dlfcn.h>
+#include <execinfo.h>
 #include <mutex>
 #include <sys/mman.h>
 #include <thread>
@@ -30,9 +33,10 @@ static void set_error(cudaError_t error, const std::string& text) {
   report = text;
 }
 
-// ------------------------------------------------------------------------------------------------- signals
-// A wild pointer in a kernel must not end the reader's Python, and Ctrl-C must end an endless loop in a kernel. While a launch
-// runs, the signals of both come here, and the fiber that they hit is abandoned like one that failed.
+// -------------------------------------------------------------------------------- signals
+// A wild pointer in a kernel must not end the reader's Python, and Ctrl-C must end an endless loop in a
+// kernel. While a launch runs, the signals of both come here, and the fiber that they hit is abandoned like
+// one that failed.
 constexpr int SIGNALS[] = {SIGSEGV, SIGBUS, SIGFPE, SIGINT};
 static struct sigaction previous[4];
 
@@ -54,20 +58,45 @@ static std::string source_line(const void* pc) {
   Dl_info info;
   if (!dladdr(pc, &info) || !info.dli_fname) return "";
   char text[32];
-  snprintf(text, sizeof text, "+0x%zx@", size_t(static_cast<const char*>(pc) - static_cast<char*>(info.dli_fbase)));
+  snprintf(text, sizeof text, "+0x%zx@",
+           size_t(static_cast<const char*>(pc) - static_cast<char*>(info.dli_fbase)));
   return std::string(" at @") + info.dli_fname + text;
 }
 
-static bool in_kernel_code(const void* pc) {   // and not in the C library, say, where it may hold a lock
-  Dl_info here, kernel;
-  return worker && worker->current && dladdr(pc, &here) && dladdr(worker->launch->kernel, &kernel) &&
-         here.dli_fbase == kernel.dli_fbase;
+static bool in_library_of(const void* function, const void* pc) {
+  Dl_info here, there;
+  return dladdr(pc, &here) && dladdr(function, &there) && here.dli_fbase == there.dli_fbase;
+}
+
+// May a fiber be abandoned at pc? Not in the C library, say, where it may hold a lock.
+static bool in_kernel_code(const void* pc) {
+  const auto math = reinterpret_cast<const void*>(static_cast<float (*)(float)>(expf));
+  return worker && worker->current && (in_library_of(worker->launch->kernel, pc) || in_library_of(math, pc));
+}
+
+// The place in the kernel that a fault at pc is to be reported at: pc, or the call that led to it, of an
+// atomic for example.
+static const void* place_in_kernel(const void* pc) {
+  if (in_library_of(worker->launch->kernel, pc)) return pc;
+  void* callers[64];
+  const int count = backtrace(callers, 64);
+  for (int i = 0; i < count; i++) {
+    const char* call = static_cast<char*>(callers[i]) - 1;      // these are return addresses
+    if (in_library_of(worker->launch->kernel, call)) return call;
+  }
+  return pc;
 }
 
 static void on_signal(int signal, siginfo_t* info, void* context) {
   const void* pc = program_counter(context);
   if (signal == SIGINT) {
-    if (!stop_requested.exchange(true))
+    const bool first = !stop_requested.exchange(true);
+#ifdef SI_TKILL
+    const bool passed_on = info->si_code == SI_TKILL;   // by pthread_kill; another Ctrl-C is passed on anew
+#else
+    const bool passed_on = !first;
+#endif
+    if (first || !passed_on)
       for (pthread_t thread : running_threads)
         if (!pthread_equal(thread, pthread_self())) pthread_kill(thread, SIGINT);
     if (in_kernel_code(pc)) abandon_block(describe(*worker) + source_line(pc) + ": interrupted");
@@ -84,11 +113,20 @@ static void on_signal(int signal, siginfo_t* info, void* context) {
     snprintf(text, sizeof text, "integer division by zero");
   } else {
     const char* stack = worker->current->stack;
-    const bool overflow = address < stack && address >= stack - sysconf(_SC_PAGESIZE);
-    if (overflow) snprintf(text, sizeof text, "stack overflow: local arrays take more than %zu KB a thread", STACK_BYTES / KB);
-    else snprintf(text, sizeof text, "access to address %p, which is no memory: an index out of bounds?", info->si_addr);
+    const bool overflow = address < stack && address >= stack - GUARD_BYTES;
+    if (overflow)
+      snprintf(text, sizeof text, "stack overflow: local arrays take more than %zu KB a thread",
+               STACK_BYTES / KB);
+#ifdef SI_KERNEL   // x86: the address is not known then
+    else if (info->si_code == SI_KERNEL)
+      snprintf(text, sizeof text, "access to an address that is no memory, or not as aligned as its type: "
+                                  "an index out of bounds?");
+#endif
+    else
+      snprintf(text, sizeof text, "access to address %p, which is no memory: an index out of bounds?",
+               info->si_addr);
   }
-  abandon_block(describe(*worker) + source_line(pc) + ": " + text);
+  abandon_block(describe(*worker) + source_line(place_in_kernel(pc)) + ": " + text);
 }
 
 static void catch_signals() {
@@ -116,7 +154,7 @@ struct SignalStack {
   ~SignalStack() { sigaltstack(&before, nullptr); }
 };
 
-// ------------------------------------------------------------------------------------------------- workers
+// -------------------------------------------------------------------------------- workers
 static char* map_memory(size_t bytes) {
   void* p = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
   if (p == MAP_FAILED) throw std::bad_alloc();
@@ -126,30 +164,33 @@ static char* map_memory(size_t bytes) {
 static void prepare(Worker& w, const Launch& launch, size_t threads) {
   const size_t page = sysconf(_SC_PAGESIZE);
   const size_t shared_pages = (SHARED_MEMORY_PER_BLOCK + page - 1) / page * page;
-  if (!w.shared) {                       // between two pages that cannot be accessed
-    char* p = map_memory(shared_pages + 2 * page);
-    mprotect(p, page, PROT_NONE);
-    mprotect(p + page + shared_pages, page, PROT_NONE);
-    w.shared = p + page;
+  if (!w.shared) {                       // between two guards
+    char* p = map_memory(shared_pages + 2 * GUARD_BYTES);
+    mprotect(p, GUARD_BYTES, PROT_NONE);
+    mprotect(p + GUARD_BYTES + shared_pages, GUARD_BYTES, PROT_NONE);
+    w.shared = p + GUARD_BYTES;
     w.shared_top = SHARED_MEMORY_PER_BLOCK;
   }
-  if (threads > w.stack_count) {         // each stack above such a page
-    if (w.stacks) munmap(w.stacks, w.stack_count * (STACK_BYTES + page));
-    w.stacks = map_memory(threads * (STACK_BYTES + page));
-    for (size_t i = 0; i < threads; i++) mprotect(w.stacks + i * (STACK_BYTES + page), page, PROT_NONE);
+  constexpr size_t pitch = STACK_BYTES + GUARD_BYTES;
+  if (threads > w.stack_count) {         // each stack above such a guard
+    if (w.stacks) munmap(w.stacks, w.stack_count * pitch);
+    w.stack_count = 0;
+    w.stacks = nullptr;
+    w.stacks = map_memory(threads * pitch);
+    for (size_t i = 0; i < threads; i++) mprotect(w.stacks + i * pitch, GUARD_BYTES, PROT_NONE);
     w.stack_count = threads;
   }
   w.fibers.assign(threads, {});
   w.warps.resize((threads + WARP_SIZE - 1) / WARP_SIZE);
   for (size_t i = 0; i < threads; i++) {
     Fiber& f = w.fibers[i];
-    f.stack = w.stacks + i * (STACK_BYTES + page) + page;
+    f.stack = w.stacks + i * pitch + GUARD_BYTES;
     f.number = int(i);
     f.warp = f.number / WARP_SIZE;
     f.lane = f.number % WARP_SIZE;
   }
   const char* seed = getenv("FLASH_SIM_SEED");
-  w.random = seed ? (strtoull(seed, nullptr, 10) + 1) * 0x9E3779B97F4A7C15ull : 0;
+  w.seed = seed ? (strtoull(seed, nullptr, 10) + 1) * 0x9E3779B97F4A7C15ull : 0;
   w.launch = &launch;
   w.error.clear();
 }
@@ -164,6 +205,7 @@ static void run_grid(const Launch& launch, size_t threads, size_t blocks) {
       std::lock_guard<std::mutex> lock(mutex);
       w = idle_workers.empty() ? new Worker : idle_workers.back();
       if (!idle_workers.empty()) idle_workers.pop_back();
+      w->opted_in = opted_in_shared.count(launch.kernel) != 0;
       running_threads.push_back(pthread_self());
     }
     Worker* outer = worker;
@@ -174,7 +216,8 @@ static void run_grid(const Launch& launch, size_t threads, size_t blocks) {
         run_block(*w, {unsigned(i % launch.grid.x), unsigned(i / launch.grid.x % launch.grid.y),
                        unsigned(i / launch.grid.x / launch.grid.y)});
     } catch (const std::bad_alloc&) {
-      w->error = std::string("kernel ") + launch.name + ": not enough memory to simulate a block of " + std::to_string(threads) + " threads";
+      w->error = std::string("kernel ") + launch.name + ": not enough memory to simulate a block of " +
+                 std::to_string(threads) + " threads";
     }
     worker = outer;
     std::lock_guard<std::mutex> lock(mutex);
@@ -196,23 +239,29 @@ static void run_grid(const Launch& launch, size_t threads, size_t blocks) {
   for (size_t i = 1; i < count; i++) others.emplace_back(work);
   work();
   for (std::thread& t : others) t.join();
-  if (first_error.empty() && interrupted()) first_error = std::string("kernel ") + launch.name + ": interrupted";
+  if (first_error.empty() && interrupted())
+    first_error = std::string("kernel ") + launch.name + ": interrupted";
   if (!first_error.empty()) set_error(cudaErrorLaunchFailure, first_error);
 }
 
 static std::string wrong_configuration(const Launch& l, size_t threads, size_t blocks) {
   if (!threads || threads > 1024) return std::to_string(threads) + " threads a block; 1 to 1024 are possible";
-  if (l.block.z > 64) return "a block of " + std::to_string(l.block.z) + " threads in z; at most 64 are possible";
+  if (l.block.z > 64)
+    return "a block of " + std::to_string(l.block.z) + " threads in z; at most 64 are possible";
   if (!blocks) return "a grid without blocks";
   if (l.grid.x > 0x7fffffffu || l.grid.y > 65535 || l.grid.z > 65535)
-    return "a grid of " + std::to_string(l.grid.x) + " x " + std::to_string(l.grid.y) + " x " + std::to_string(l.grid.z) +
-           " blocks; at most 2147483647 x 65535 x 65535 are possible";
+    return "a grid of " + std::to_string(l.grid.x) + " x " + std::to_string(l.grid.y) + " x " +
+           std::to_string(l.grid.z) + " blocks; at most 2147483647 x 65535 x 65535 are possible";
   const std::string bytes = std::to_string(l.dynamic_shared) + " bytes of shared memory a block";
-  if (l.dynamic_shared > SHARED_MEMORY_PER_BLOCK) return bytes + "; at most " + std::to_string(SHARED_MEMORY_PER_BLOCK) + " are possible";
+  if (l.dynamic_shared > SHARED_MEMORY_PER_BLOCK)
+    return bytes + "; at most " + std::to_string(SHARED_MEMORY_PER_BLOCK) + " are possible";
   std::lock_guard<std::mutex> lock(mutex);
-  if (l.dynamic_shared > SHARED_MEMORY_DEFAULT && size_t(opted_in_shared[l.kernel]) < l.dynamic_shared)
+  const auto allowed = opted_in_shared.find(l.kernel);
+  if (l.dynamic_shared > SHARED_MEMORY_DEFAULT &&
+      (allowed == opted_in_shared.end() || size_t(allowed->second) < l.dynamic_shared))
     return bytes + "; above " + std::to_string(SHARED_MEMORY_DEFAULT) +
-           " they must first be allowed with cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes)";
+           " they must first be allowed with cudaFuncSetAttribute(kernel, "
+           "cudaFuncAttributeMaxDynamicSharedMemorySize, bytes)";
   return "";
 }
 
@@ -222,7 +271,8 @@ extern "C" void sim_launch(const Launch* launch) {
   const size_t blocks = size_t(launch->grid.x) * launch->grid.y * launch->grid.z;
   const std::string wrong = wrong_configuration(*launch, threads, blocks);
   if (!wrong.empty())
-    return set_error(cudaErrorInvalidConfiguration, std::string("kernel ") + launch->name + at(launch->site) + ": launched with " + wrong);
+    return set_error(cudaErrorInvalidConfiguration,
+                     std::string("kernel ") + launch->name + at(launch->site) + ": launched with " + wrong);
   {
     std::lock_guard<std::mutex> lock(mutex);
     if (running_launches++ == 0) catch_signals();
@@ -233,10 +283,11 @@ extern "C" void sim_launch(const Launch* launch) {
   if (--running_launches == 0) release_signals();
 }
 
-extern "C" cudaError_t cudaFuncSetAttribute(const void* kernel, cudaFuncAttribute attribute, int value) {
+extern "C" cudaError_t sim_set_attribute(const void* kernel, cudaFuncAttribute attribute, int value) {
   if (attribute != cudaFuncAttributeMaxDynamicSharedMemorySize) return cudaSuccess;
   if (value < 0 || size_t(value) > SHARED_MEMORY_PER_BLOCK) {
-    set_error(cudaErrorInvalidValue, "cudaFuncSetAttribute: " + std::to_string(value) + " bytes of shared memory a block; at most " +
+    set_error(cudaErrorInvalidValue, "cudaFuncSetAttribute: " + std::to_string(value) +
+                                         " bytes of shared memory a block; at most " +
                                          std::to_string(SHARED_MEMORY_PER_BLOCK) + " are possible");
     return cudaErrorInvalidValue;
   }
@@ -245,14 +296,16 @@ extern "C" cudaError_t cudaFuncSetAttribute(const void* kernel, cudaFuncAttribut
   return cudaSuccess;
 }
 
-extern "C" cudaError_t cudaPeekAtLastError() { return pending; }
+extern "C" cudaError_t sim_peek_error() { return pending; }
 
-extern "C" cudaError_t cudaGetLastError() {
+extern "C" cudaError_t sim_take_error() {
   const cudaError_t error = pending;
   pending = cudaSuccess;
   return error;
 }
 
-extern "C" const char* cudaGetErrorString(cudaError_t error) { return error == cudaSuccess ? "no error" : report.c_str(); }
+extern "C" const char* sim_error_text(cudaError_t error) {
+  return error == cudaSuccess ? "no error" : report.c_str();
+}
 
 }  // namespace sim

@@ -8,8 +8,8 @@
 //   atomic.cpp     atomics
 //   launch.cpp     a kernel launch: the grid's blocks over the CPU's cores; errors; signals
 //
-// Every CUDA thread of a block is a fiber (a stack of its own). All fibers of a block run on one OS thread, one at a
-// time, each until it has to wait for others. Different blocks run on different OS threads.
+// Every CUDA thread of a block is a fiber (a stack of its own). All fibers of a block run on one OS thread,
+// one at a time, each until it has to wait for others. Different blocks run on different OS threads.
 #pragma once
 #include <deque>
 #include <string>
@@ -24,6 +24,7 @@ constexpr size_t KB = 1024;
 constexpr size_t SHARED_MEMORY_PER_BLOCK = 227 * KB;   // as on an H100, after opting in
 constexpr size_t SHARED_MEMORY_DEFAULT = 48 * KB;      // without
 constexpr size_t STACK_BYTES = 128 * KB;               // of one fiber
+constexpr size_t GUARD_BYTES = 64 * KB;   // beside it, never accessed: the largest page of any CPU
 constexpr int WARP_SIZE = 32;
 
 enum class State { READY, AT_BARRIER, AT_WARP_OPERATION, RETURNED };
@@ -45,7 +46,8 @@ struct Barrier {           // __syncthreads: all threads of the block
   int result = 0;
 };
 
-// Lanes of one warp that are to do something together: each leaves its operands, the last to come does it for all.
+// Lanes of one warp that are to do something together: each leaves its operands, the last to come does it
+// for all.
 struct WarpOperation {
   unsigned mask = 0, arrived = 0;   // a bit a lane
   const char* name = "";
@@ -54,12 +56,13 @@ struct WarpOperation {
 };
 
 struct Warp {
-  WarpOperation open[4];   // under way; more than one when disjoint sets of lanes work apart
+  std::vector<WarpOperation> open;   // under way; more than one when sets of lanes work apart
 };
 
 struct SharedArray {
+  const void* identity;     // of a static array: no two declarations share it; dynamic: null
   const char* name;
-  const char* declared_at;  // "file:line", and the array's identity; null for the dynamic one
+  const char* declared_at;  // "file:line"
   size_t offset, bytes;
 };
 
@@ -81,7 +84,9 @@ struct Worker {            // one OS thread and the block that it runs
 
   char* stacks = nullptr;
   size_t stack_count = 0;
-  uint64_t random = 0;            // state of the random scheduler; 0: first come, first served
+  bool opted_in = false;          // the kernel may have more than 48 KB
+  uint64_t seed = 0;              // of the random scheduler; 0: first come, first served
+  uint64_t random = 0;            // its state, set anew for every block: no timing matters
   std::string error;
 };
 

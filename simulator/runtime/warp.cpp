@@ -1,5 +1,6 @@
-// What the lanes of a warp do together. Each lane leaves its operands and waits; the last one to arrive computes the results of
-// all. Lanes that meet at different operations are an error, which names both lines.
+// What the lanes of a warp do together. Each lane leaves its operands and waits; the last one to arrive
+// computes the results of all. Lanes that meet at different operations are an error, which names both
+// lines.
 #include "runtime.h"
 
 #include <cstring>
@@ -7,11 +8,13 @@
 namespace sim {
 
 static std::string mismatch(const WarpOperation& op, const char* name) {
-  return std::string("lanes of one warp are at different operations: ") + op.name + at(op.site) + ", and " + name + " here";
+  return std::string("lanes of one warp are at different operations: ") + op.name + at(op.site) + ", and " +
+         name + " here";
 }
 
 void together(unsigned mask, const char* name, void* operands, Site site, void (*f)(WarpOperation&)) {
   Worker& w = *worker;
+  if (interrupted()) fail("interrupted", site);          // a lane alone never waits
   Fiber& self = *w.current;
   const int lanes = int(w.fibers.size()) - self.warp * WARP_SIZE;
   if (lanes < WARP_SIZE) mask &= (1u << lanes) - 1;      // the block's last warp may be a part of one
@@ -19,17 +22,18 @@ void together(unsigned mask, const char* name, void* operands, Site site, void (
   if (!(mask & bit)) fail(std::string(name) + ": the lane that calls is not in its own mask", site);
 
   WarpOperation* op = nullptr;
-  for (WarpOperation& o : w.warps[self.warp].open) {
+  auto& open = w.warps[self.warp].open;
+  for (WarpOperation& o : open) {
     if (!o.arrived) {
       if (!op) op = &o;
     } else if (o.mask == mask) {
       op = &o;
       break;
-    } else if (o.mask & mask) {
+    } else if (o.mask & bit && o.arrived & mask) {       // each waits for the other, and will for ever
       fail(mismatch(o, name) + " (their masks differ)", site);
     }
   }
-  if (!op) fail("more than four sets of lanes of one warp work apart", site);
+  if (!op) op = &open.emplace_back();
   if (op->arrived && strcmp(op->name, name)) fail(mismatch(*op, name), site);
   if (!op->arrived) {
     op->mask = mask;
@@ -42,7 +46,7 @@ void together(unsigned mask, const char* name, void* operands, Site site, void (
 
   if (f) f(*op);
   op->arrived = 0;
-  for (int lane = WARP_SIZE - 1; lane >= 0; lane--)      // the warp goes on together: its data are in the cache
+  for (int lane = WARP_SIZE - 1; lane >= 0; lane--)  // the warp goes on together: its data are in the cache
     if (mask & ~bit & 1u << lane) wake(&w.fibers[self.warp * WARP_SIZE + lane], true);
 }
 
@@ -57,14 +61,16 @@ extern "C" void sim_syncwarp(unsigned mask, const char* file, int line) {
   together(mask, "__syncwarp()", nullptr, {file, line}, nullptr);
 }
 
-extern "C" uint64_t sim_shuffle(const char* name, unsigned mask, uint64_t value, int source, const char* file, int line) {
+extern "C" uint64_t sim_shuffle(const char* name, unsigned mask, uint64_t value, int source, const char* file,
+                                int line) {
   struct Operands { uint64_t value; int source; uint64_t result; } mine{value, source, 0};
   together(mask, name, &mine, {file, line}, [](WarpOperation& op) {
     each_lane(op, [&](int lane) {
       auto* o = static_cast<Operands*>(op.operands[lane]);
       if (!(op.mask >> o->source & 1))
-        fail(std::string(op.name) + ": lane " + std::to_string(lane) + " reads lane " + std::to_string(o->source) +
-             ", which is not in the mask", op.site);
+        fail(std::string(op.name) + ": lane " + std::to_string(lane) + " reads lane " +
+                 std::to_string(o->source) + ", which is not in the mask",
+             op.site);
       o->result = static_cast<Operands*>(op.operands[o->source])->value;
     });
   });
@@ -75,7 +81,9 @@ extern "C" unsigned sim_vote(const char* name, unsigned mask, int predicate, con
   struct Operands { int predicate; unsigned result; } mine{predicate, 0};
   together(mask, name, &mine, {file, line}, [](WarpOperation& op) {
     unsigned ballot = 0;
-    each_lane(op, [&](int lane) { ballot |= unsigned(static_cast<Operands*>(op.operands[lane])->predicate != 0) << lane; });
+    each_lane(op, [&](int lane) {
+      ballot |= unsigned(static_cast<Operands*>(op.operands[lane])->predicate != 0) << lane;
+    });
     each_lane(op, [&](int lane) { static_cast<Operands*>(op.operands[lane])->result = ballot; });
   });
   return mine.result;

@@ -26,7 +26,8 @@ enum class ScalarType { FLOAT, DOUBLE, INT32, UINT32, INT64, UINT64 };
 
 extern "C" {
 void* sim_shared_dynamic(const char* name, const char* declared_at);
-void* sim_shared_static(const char* name, const char* declared_at, size_t bytes, size_t alignment);
+void* sim_shared_static(const void* identity, const char* name, const char* declared_at, size_t bytes,
+                        size_t alignment);
 void sim_syncthreads(const char* file, int line);
 int sim_syncthreads_count(int predicate, const char* name, const char* file, int line);
 int sim_lane();
@@ -39,11 +40,13 @@ void sim_yield();
 }
 }  // namespace sim
 
-// ---------------------------------------------------------------------------------------------- shared memory
+// -------------------------------------------------------------------------------- shared memory
 namespace sim {
-// __shared__ T a[m][n]; becomes a reference into the block's shared memory.
+// __shared__ T a[m][n]; becomes a reference into the block's shared memory. Every declaration has a type T of
+// its own, and in a template every instance: so `identity` tells the arrays apart.
 template <class T> inline T& shared_static(const char* name, const char* declared_at) {
-  return *static_cast<T*>(sim_shared_static(name, declared_at, sizeof(T), alignof(T)));
+  static const char identity = 0;
+  return *static_cast<T*>(sim_shared_static(&identity, name, declared_at, sizeof(T), alignof(T)));
 }
 // extern __shared__ T a[]; becomes a pointer to its dynamic part.
 template <class T> inline T* shared_dynamic(const char* name, const char* declared_at) {
@@ -51,18 +54,25 @@ template <class T> inline T* shared_dynamic(const char* name, const char* declar
 }
 }  // namespace sim
 
-// ---------------------------------------------------------------------------------------------- barriers, fences
+// -------------------------------------------------------------------------------- barriers, fences
 inline void __syncthreads(SIM_SITE) { sim::sim_syncthreads(file, line); }
-inline int __syncthreads_count(int p, SIM_SITE) { return sim::sim_syncthreads_count(p, "__syncthreads_count()", file, line); }
-inline int __syncthreads_or(int p, SIM_SITE) { return sim::sim_syncthreads_count(p, "__syncthreads_or()", file, line) != 0; }
-inline int __syncthreads_and(int p, SIM_SITE) { return sim::sim_syncthreads_count(!p, "__syncthreads_and()", file, line) == 0; }
+inline int __syncthreads_count(int p, SIM_SITE) {
+  return sim::sim_syncthreads_count(p, "__syncthreads_count()", file, line);
+}
+inline int __syncthreads_or(int p, SIM_SITE) {
+  return sim::sim_syncthreads_count(p, "__syncthreads_or()", file, line) != 0;
+}
+inline int __syncthreads_and(int p, SIM_SITE) {
+  return sim::sim_syncthreads_count(!p, "__syncthreads_and()", file, line) == 0;
+}
 inline void __syncwarp(unsigned mask = 0xffffffffu, SIM_SITE) { sim::sim_syncwarp(mask, file, line); }
 inline void __threadfence() { __atomic_thread_fence(__ATOMIC_SEQ_CST); }
-inline void __threadfence_block() {}      // the threads of a block share a core: they see each other's writes in order
+inline void __threadfence_block() {
+}  // the threads of a block share a core: they see each other's writes in order
 inline void __nanosleep(unsigned) { sim::sim_yield(); }
 inline void __trap(SIM_SITE) { sim::sim_fail("__trap()", file, line); }
 
-// ---------------------------------------------------------------------------------------------- shuffles, votes
+// -------------------------------------------------------------------------------- shuffles, votes
 namespace sim {
 template <class T>
 inline T shuffle(const char* name, unsigned mask, T value, int source, const char* file, int line) {
@@ -75,33 +85,41 @@ inline T shuffle(const char* name, unsigned mask, T value, int source, const cha
 }
 }  // namespace sim
 
-// Lanes are shuffled within segments of `width`. A source outside of the segment: the lane's own value.
+// Lanes are shuffled within segments of `width`. A source outside of the segment: the lane's own value. Lane
+// masks and distances have five bits, as in hardware.
 template <class T> T __shfl_sync(unsigned mask, T value, int source, int width = 32, SIM_SITE) {
   const int lane = sim::sim_lane(), first = lane & -width;
   return sim::shuffle("__shfl_sync()", mask, value, first + (source & (width - 1)), file, line);
 }
 template <class T> T __shfl_xor_sync(unsigned mask, T value, int lane_mask, int width = 32, SIM_SITE) {
-  const int lane = sim::sim_lane(), first = lane & -width, source = lane ^ lane_mask;
+  const int lane = sim::sim_lane(), first = lane & -width, source = lane ^ (lane_mask & 31);
   return sim::shuffle("__shfl_xor_sync()", mask, value, source < first + width ? source : lane, file, line);
 }
 template <class T> T __shfl_down_sync(unsigned mask, T value, unsigned delta, int width = 32, SIM_SITE) {
-  const int lane = sim::sim_lane(), first = lane & -width, source = lane + int(delta);
+  const int lane = sim::sim_lane(), first = lane & -width, source = lane + int(delta & 31);
   return sim::shuffle("__shfl_down_sync()", mask, value, source < first + width ? source : lane, file, line);
 }
 template <class T> T __shfl_up_sync(unsigned mask, T value, unsigned delta, int width = 32, SIM_SITE) {
-  const int lane = sim::sim_lane(), first = lane & -width, source = lane - int(delta);
+  const int lane = sim::sim_lane(), first = lane & -width, source = lane - int(delta & 31);
   return sim::shuffle("__shfl_up_sync()", mask, value, source >= first ? source : lane, file, line);
 }
-inline unsigned __ballot_sync(unsigned mask, int p, SIM_SITE) { return sim::sim_vote("__ballot_sync()", mask, p, file, line); }
-inline int __any_sync(unsigned mask, int p, SIM_SITE) { return sim::sim_vote("__any_sync()", mask, p, file, line) != 0; }
-inline int __all_sync(unsigned mask, int p, SIM_SITE) { return sim::sim_vote("__all_sync()", mask, !p, file, line) == 0; }
+inline unsigned __ballot_sync(unsigned mask, int p, SIM_SITE) {
+  return sim::sim_vote("__ballot_sync()", mask, p, file, line);
+}
+inline int __any_sync(unsigned mask, int p, SIM_SITE) {
+  return sim::sim_vote("__any_sync()", mask, p, file, line) != 0;
+}
+inline int __all_sync(unsigned mask, int p, SIM_SITE) {
+  return sim::sim_vote("__all_sync()", mask, !p, file, line) == 0;
+}
 
-// ---------------------------------------------------------------------------------------------- atomics
+// -------------------------------------------------------------------------------- atomics
 namespace sim {
 template <class T> constexpr ScalarType scalar_type() {
   if (std::is_same<T, float>::value) return ScalarType::FLOAT;
   if (std::is_same<T, double>::value) return ScalarType::DOUBLE;
-  static_assert(std::is_arithmetic<T>::value && (sizeof(T) == 4 || sizeof(T) == 8), "atomics work on 4 and 8 bytes");
+  static_assert(std::is_arithmetic<T>::value && (sizeof(T) == 4 || sizeof(T) == 8),
+                "atomics work on 4 and 8 bytes");
   if (sizeof(T) == 4) return std::is_signed<T>::value ? ScalarType::INT32 : ScalarType::UINT32;
   return std::is_signed<T>::value ? ScalarType::INT64 : ScalarType::UINT64;
 }
@@ -112,10 +130,22 @@ template <class T> inline T atomic(AtomicOp op, T* address, T value, T compare =
 }
 }  // namespace sim
 
-template <class T> T atomicAdd(T* p, typename sim::same<T>::type v) { return sim::atomic(sim::AtomicOp::ADD, p, v); }
-template <class T> T atomicMin(T* p, typename sim::same<T>::type v) { return sim::atomic(sim::AtomicOp::MIN, p, v); }
-template <class T> T atomicMax(T* p, typename sim::same<T>::type v) { return sim::atomic(sim::AtomicOp::MAX, p, v); }
-template <class T> T atomicExch(T* p, typename sim::same<T>::type v) { return sim::atomic(sim::AtomicOp::EXCHANGE, p, v); }
+template <class T>
+T atomicAdd(T* p, typename sim::same<T>::type v) {
+  return sim::atomic(sim::AtomicOp::ADD, p, v);
+}
+template <class T> T atomicMin(T* p, typename sim::same<T>::type v) {
+  static_assert(std::is_integral<T>::value, "CUDA's atomicMin takes integers");
+  return sim::atomic(sim::AtomicOp::MIN, p, v);
+}
+template <class T> T atomicMax(T* p, typename sim::same<T>::type v) {
+  static_assert(std::is_integral<T>::value, "CUDA's atomicMax takes integers");
+  return sim::atomic(sim::AtomicOp::MAX, p, v);
+}
+template <class T>
+T atomicExch(T* p, typename sim::same<T>::type v) {
+  return sim::atomic(sim::AtomicOp::EXCHANGE, p, v);
+}
 template <class T> T atomicCAS(T* p, typename sim::same<T>::type compare, typename sim::same<T>::type v) {
   return sim::atomic(sim::AtomicOp::COMPARE_EXCHANGE, p, v, compare);
 }

@@ -18,17 +18,26 @@ enum cudaFuncAttribute {
 };
 using cudaStream_t = struct CUstream_st*;
 
+// Names of our own behind CUDA's: in a process where PyTorch has loaded NVIDIA's library, the linker would
+// take those of that one.
+namespace sim {
 extern "C" {
-cudaError_t cudaFuncSetAttribute(const void* kernel, cudaFuncAttribute attribute, int value);
-cudaError_t cudaGetLastError();
-cudaError_t cudaPeekAtLastError();
-const char* cudaGetErrorString(cudaError_t error);   // the simulator's whole report
+cudaError_t sim_set_attribute(const void* kernel, cudaFuncAttribute attribute, int value);
+cudaError_t sim_take_error();
+cudaError_t sim_peek_error();
+const char* sim_error_text(cudaError_t error);
 }
+}  // namespace sim
 
 template <class... P>
 cudaError_t cudaFuncSetAttribute(void (*kernel)(P...), cudaFuncAttribute attribute, int value) {
-  return cudaFuncSetAttribute(reinterpret_cast<const void*>(kernel), attribute, value);
+  return sim::sim_set_attribute(reinterpret_cast<const void*>(kernel), attribute, value);
 }
+inline cudaError_t cudaGetLastError() { return sim::sim_take_error(); }
+inline cudaError_t cudaPeekAtLastError() { return sim::sim_peek_error(); }
+inline const char* cudaGetErrorString(cudaError_t error) {
+  return sim::sim_error_text(error);
+}  // the whole report
 
 namespace sim {
 
@@ -48,7 +57,8 @@ struct Launch {
 };
 extern "C" void sim_launch(const Launch* launch);
 
-// kernel<<<grid, block, shared, stream>>>(arguments) becomes Launcher(grid, block, shared, stream)("kernel", kernel, arguments)
+// kernel<<<grid, block, shared, stream>>>(arguments) becomes Launcher(grid, block, shared,
+// stream)("kernel", kernel, arguments)
 class Launcher {
   dim3 grid, block;
   size_t dynamic_shared;
@@ -69,7 +79,8 @@ class Launcher {
       auto* c = static_cast<Call*>(p);
       std::apply(c->kernel, c->arguments);
     };
-    const Launch launch{name, reinterpret_cast<const void*>(kernel), site, grid, block, dynamic_shared, run_thread, &call};
+    const Launch launch{
+        name, reinterpret_cast<const void*>(kernel), site, grid, block, dynamic_shared, run_thread, &call};
     sim_launch(&launch);
   }
 };

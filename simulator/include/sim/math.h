@@ -1,14 +1,31 @@
-// CUDA's arithmetic where the C library lacks it. The fast intrinsics are computed at full precision: a GPU's __expf is less
-// exact than this one (two units in the last place and more for large arguments).
+// CUDA's arithmetic where the C library lacks it. The fast intrinsics are computed at full precision: a
+// GPU's __expf is less exact than this one (two units in the last place and more for large arguments).
 #pragma once
-#include <algorithm>
 #include <cmath>
 #include <cstring>
 
-using std::max;
-using std::min;
+// CUDA's overloads, and no more: what is ambiguous for nvcc, such as an int and a float, is so here.
+#define SIM_MIN_MAX(Result, A, B)                                                     \
+  inline Result min(A a, B b) { const Result x = a, y = b; return y < x ? y : x; }  \
+  inline Result max(A a, B b) { const Result x = a, y = b; return x < y ? y : x; }
+#define SIM_MIN_MAX_INTEGER(T)                        \
+  SIM_MIN_MAX(T, T, T)                                \
+  SIM_MIN_MAX(unsigned T, unsigned T, unsigned T)     \
+  SIM_MIN_MAX(unsigned T, unsigned T, T)              \
+  SIM_MIN_MAX(unsigned T, T, unsigned T)
+SIM_MIN_MAX_INTEGER(int)
+SIM_MIN_MAX_INTEGER(long)
+SIM_MIN_MAX_INTEGER(long long)
+#undef SIM_MIN_MAX_INTEGER
+#undef SIM_MIN_MAX
+inline float min(float a, float b) { return fminf(a, b); }      // of a NaN and a number: the number
 inline float max(float a, float b) { return fmaxf(a, b); }
-inline float min(float a, float b) { return fminf(a, b); }
+inline double min(double a, double b) { return fmin(a, b); }
+inline double max(double a, double b) { return fmax(a, b); }
+inline double min(float a, double b) { return fmin(a, b); }
+inline double max(float a, double b) { return fmax(a, b); }
+inline double min(double a, float b) { return fmin(a, b); }
+inline double max(double a, float b) { return fmax(a, b); }
 
 inline float rsqrtf(float x) { return 1.f / sqrtf(x); }
 inline float __expf(float x) { return expf(x); }

@@ -1,0 +1,261 @@
+"""The translator: what it rewrites, what it leaves alone, what it refuses; and that no line number moves."""
+
+import ctypes
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+import flash
+from simulator import TranslationError, translate
+
+LAUNCHES = Path(__file__).parent / "kernels" / "launches.cu"
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def launches(device):
+    """kernels/launches.cu as a library, and a function that makes a tensor of n integers for it."""
+    library = ctypes.CDLL(str(flash.build(LAUNCHES, torch.device(device))))
+    for name in ("launch_all", "all_arrays", "lanes"):
+        getattr(library, name).restype = ctypes.c_char_p
+    return library, lambda n: torch.zeros(n, dtype=torch.int32, device=device)
+
+
+def pointer(x: torch.Tensor) -> ctypes.c_void_p:
+    return ctypes.c_void_p(x.data_ptr())
+
+
+def test_every_form_of_a_launch_runs(launches):
+    library, integers = launches
+    out = integers(18)
+    assert library.launch_all(pointer(out), None) is None
+
+    def noted(value, blocks=1, threads=32, blocks_y=1):
+        return value + 100 * (blocks + 10 * blocks_y) + 10000 * threads
+
+    assert out.tolist() == [
+        noted(1, 2),
+        noted(2, 2),
+        noted(3, 2),
+        noted(9, 2, blocks_y=3),
+        noted(74),
+        noted(2, 2),
+        noted(12 + 6),
+        noted(8),
+        noted(9),
+        7 + 10000 * 64,
+        noted(3, 2, 64),
+        noted(4),
+        noted(0),
+        noted(1),
+        noted(2),
+        noted(16),
+        noted(17),
+        noted(1_001_000),
+    ]
+
+
+@pytest.mark.parametrize("dynamic_count", [0, 1, 1000])
+def test_every_form_of_shared_memory(launches, dynamic_count):
+    """Arrays keep what is written to them: so no two of them overlap. And they are as aligned as they say."""
+    library, integers = launches
+    errors, alignments = integers(13), integers(4) - 1
+    assert library.all_arrays(pointer(errors), pointer(alignments), dynamic_count) is None
+    assert errors.tolist() == [0] * 13
+    assert alignments.tolist() == [0] * 4
+
+
+def test_assembly_between_ifdef_and_else(launches):
+    library, integers = launches
+    out = integers(40) - 1
+    assert library.lanes(pointer(out)) is None
+    assert out.tolist() == [i % 32 for i in range(40)]
+
+
+@pytest.mark.parametrize(
+    "source, expected",
+    [
+        ("k<<<g, b>>>(x, y);", '::sim::Launcher(g, b)("k", k, x, y);'),
+        ("k<<<g, b, s, st>>>();", '::sim::Launcher(g, b, s, st)("k", k);'),
+        (
+            "a::k<64, true><<<dim3(1, f(2)), b>>>(f(x, y), (z));",
+            '::sim::Launcher(dim3(1, f(2)), b)("a::k<64, true>", a::k<64, true>, f(x, y), (z));',
+        ),
+        ("if (i < n) k<3><<<g, b>>>(x);", 'if (i < n) ::sim::Launcher(g, b)("k<3>", k<3>, x);'),
+        ("k<(a > b)><<<g, b>>>(x);", '::sim::Launcher(g, b)("k<(a > b)>", k<(a > b)>, x);'),
+        (
+            "k<<<1'000, 1>>>(x); l<<<2'000, 1>>>(x);",
+            '::sim::Launcher(1\'000, 1)("k", k, x); ::sim::Launcher(2\'000, 1)("l", l, x);',
+        ),
+        ("x = a << b; y = a >> b;  // k<<<1, 1>>>(x)", "x = a << b; y = a >> b;  // k<<<1, 1>>>(x)"),
+        (
+            's = "k<<<1, 1>>>(x) \\" __shared__"; c = \'"\';',
+            's = "k<<<1, 1>>>(x) \\" __shared__"; c = \'"\';',
+        ),
+        ("/* asm(\n__shared__ float a, b; */ int k;", "/* asm(\n__shared__ float a, b; */ int k;"),
+    ],
+)
+def test_the_text(source, expected):
+    assert translate(source, "f.cu") == f'#line 1 "f.cu"\n{expected}'
+
+
+@pytest.mark.parametrize(
+    "source, line, message",
+    [
+        (
+            "void k() {\n  __shared__ float a[3], b[4];\n}",
+            2,
+            "this form of __shared__ is not understood: declare one array a statement",
+        ),
+        (
+            "void k() {\n  __shared__ float a, b;\n}",
+            2,
+            "this form of __shared__ is not understood: declare one array a statement",
+        ),
+        ("void k() {\n\n  __shared__ float* a;\n}", 3, "this form of __shared__ is not understood"),
+        ("void k() {\n  extern __shared__ float a[3];\n}", 2, "this form of __shared__ is not understood"),
+        (
+            "// x\n__shared__ float a[3];",
+            2,
+            "declare `__shared__` arrays inside of the kernel that uses them",
+        ),
+        (
+            "namespace a::b {\nvoid f() {}\n__shared__ float a[3];\n}",
+            3,
+            "declare `__shared__` arrays inside of the kernel",
+        ),
+        (
+            'extern "C" {\n\nextern __shared__ float a[];\n}',
+            3,
+            "declare `extern __shared__` inside of the kernel that uses it",
+        ),
+        ("extern __shared__ float a[];", 1, "declare `extern __shared__` inside of the kernel that uses it"),
+        (
+            'void k() {\n  asm volatile("exit;");\n}',
+            2,
+            "inline PTX cannot run on a CPU: put it between `#ifdef __CUDACC__` and `#else`",
+        ),
+        ('void k() {\n  __asm__("exit;");\n}', 2, "inline PTX cannot run on a CPU"),
+        ('#ifdef __CUDACC__\nasm("exit;");\n#else\nasm("nop");\n#endif', 4, "inline PTX cannot run on a CPU"),
+        (
+            '#ifdef __CUDACC__\n#if 1\n#endif\nasm("exit;");\n#endif\nasm("nop");',
+            6,
+            "inline PTX cannot run on a CPU",
+        ),
+        (
+            "/*\n*/ void f() { k<<<1, 2>>>; }",
+            2,
+            "this form of a kernel launch is not understood: write `kernel<<<grid, block, bytes",
+        ),
+        ("void f() {\n  k<<<1, 2>>(x);\n}", 2, "this form of a kernel launch is not understood"),
+        ("void f() {\n  k<<<1, 2>>>(x;\n}", 2, "this form of a kernel launch is not understood"),
+        ("void f() {\n  table[0]<<<1, 2>>>(x);\n}", 2, "this form of a kernel launch is not understood"),
+    ],
+)
+def test_unknown_syntax_is_refused_at_its_line(source, line, message):
+    with pytest.raises(TranslationError, match=f"^{re.escape(f'/a/f.cuh:{line}: {message}')}"):
+        translate(source, "/a/f.cuh")
+
+
+def test_a_refusal_reaches_the_user_of_build(tmp_path):
+    source = tmp_path / "refused.cu"
+    source.write_text("__global__ void k() {\n  __shared__ float a[3], b[4];\n}\n")
+    with pytest.raises(
+        RuntimeError,
+        match=f"^cannot translate CUDA for the CPU: {re.escape(str(source))}:2: this form of __shared__",
+    ):
+        flash.build(source, CPU)
+
+
+LONG = """\
+#include <cuda_runtime.h>
+#include "inner/helper.cuh"
+template <int N, class T>
+__global__ void k(T* x) {
+  extern __shared__
+      __align__(16)
+      float dynamic[];
+  __shared__ float
+      tile[3]
+          [N];
+  tile[0][0] = dynamic[0];
+  *x = tile[0][0];
+}
+void f(float* x) {
+  k<3,
+    float>
+      <<<
+      1,  // >>>(
+      2
+      >>>
+      (
+      x
+      );
+  undeclared_here(x);
+}
+extern "C" void run(float* x) { f(x); helped(x); }
+"""
+HELPER = """\
+#pragma once
+__global__ void helper(float* x) {
+  __shared__ float tile[3]
+                       [4];
+  *x = tile[0][0] = 1.f;
+}
+inline void helped(float* x) {
+  helper
+      <<<1, 2>>>(x);
+  %s;
+}
+"""
+
+
+def test_translation_keeps_every_line():
+    before, after = LONG.splitlines(), translate(LONG, "f.cu").splitlines()[1:]
+    assert len(after) == len(before)
+    changed = {number for number, (a, b) in enumerate(zip(before, after, strict=True), 1) if a != b}
+    assert changed == {5, 6, 7, 8, 9, 10, 15, 16, 17, 18, 19, 20, 21}
+
+
+@pytest.mark.parametrize(
+    "helper, message",
+    [
+        ("x++", "{long}:24:3: error: ‘undeclared_here’ was not declared in this scope"),
+        ("undeclared_there(x)", "{helper}:10:3: error: ‘undeclared_there’ was not declared in this scope"),
+    ],
+)
+def test_the_compiler_names_the_line_of_the_original(tmp_path, monkeypatch, helper, message):
+    """Of the .cu, and of a .cuh that it includes from a folder beside it."""
+    monkeypatch.setenv("LC_ALL", "C.UTF-8")
+    files = {"long": tmp_path / "long.cu", "helper": tmp_path / "inner" / "helper.cuh"}
+    files["helper"].parent.mkdir()
+    files["long"].write_text(LONG if helper == "x++" else LONG.replace("undeclared_here(x)", "x++"))
+    files["helper"].write_text(HELPER % helper)
+    with pytest.raises(RuntimeError) as error:
+        flash.build(files["long"], CPU)
+    found = str(error.value).replace("'", "’").replace("‘", "’")
+    assert message.format(**files).replace("‘", "’") in found
+
+
+def test_reports_name_the_line_of_the_original(tmp_path):
+    """Also for headers of the same name in two folders."""
+    source = tmp_path / "two.cu"
+    for name, threads in (("a", 40), ("b", 50)):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "same.cuh").write_text(
+            "\n" * threads + f"__global__ void {name}() {{ if (threadIdx.x < {threads}) __syncthreads(); }}\n"
+        )
+    source.write_text(
+        '#include <cuda_runtime.h>\n#include "a/same.cuh"\n#include "b/same.cuh"\n'
+        'extern "C" const char* run(int which) {\n  if (which) a<<<1, 64>>>();\n  else b<<<1, 64>>>();\n'
+        "  return cudaGetErrorString(cudaGetLastError());\n}\n"
+    )
+    library = ctypes.CDLL(str(flash.build(source, CPU)))
+    library.run.restype = ctypes.c_char_p
+    for which, name, threads in ((1, "a", 40), (0, "b", 50)):
+        assert (
+            f"wait at __syncthreads() at {tmp_path / name / 'same.cuh'}:{threads + 1} "
+            in library.run(which).decode()
+        )
