@@ -5,9 +5,9 @@
     o = flash.attention(q, k, v, causal=True)           # the best stage for these tensors
     o = flash.attention(q, k, v, stage="tiled", Br=32)  # one stage, with a tile size of your own
 
-CUDA tensors run on their GPU; CPU tensors run in the simulator, which executes the same kernels. A stage is a .cuh file in
-stages/, described by the first lines of its own header; `python flash.py` lists them. Each is compiled on first use, for exactly
-what the call needs, and anew after every edit.
+CUDA tensors run on their GPU; CPU tensors run in the simulator, which executes the same kernels. A stage is a
+.cuh file in stages/, described by the first lines of its own header; `python flash.py` lists them. Each is
+compiled on first use, for exactly what the call needs, and anew after every edit.
 """
 
 from __future__ import annotations
@@ -37,6 +37,7 @@ import simulator
 
 ROOT = Path(__file__).resolve().parent
 STAGES = ROOT / "stages"
+SYSTEM_CUDA = Path("/usr/local/cuda")
 BUILD = Path(os.environ.get("FLASH_BUILD_DIR", ROOT / "build")).resolve()
 
 MAX_HEAD_DIM = 256
@@ -44,10 +45,10 @@ DTYPES = {"fp32": torch.float32}          # by their name in a stage's header
 ELEMENTS = {torch.float32: "float"}       # their name in CUDA
 
 
-# ------------------------------------------------------------------------------------------------ the stages
+# ------------------------------------------------------------------------------------------ the stages
 @dataclass(frozen=True)
 class Available:
-    """Whether a stage can run on a device; `reason` says why not, and what would help. True or false in conditions."""
+    """Whether a stage can run on a device, as a bool; `reason` says why not, and what would help."""
 
     reason: str = ""
 
@@ -78,7 +79,7 @@ class Stage:
     shared: str = "0"
 
     def available(self, device: torch.device | str | None = None) -> Available:
-        """Whether this stage can run on `device` (default: the GPU if there is one, else the CPU), or why not."""
+        """Whether this stage can run on a device (default: the GPU if any, else the CPU), or why not."""
         device = default_device() if device is None else torch.device(device)
         if device.type == "cpu":
             return Available(simulator.missing_compiler() or "")
@@ -86,9 +87,10 @@ class Stage:
             return Available(f"stages run on CUDA and CPU tensors, not on {device.type}")
         if needed := re.fullmatch(r"sm_(\d+)(\d)a?", self.needs):
             have = torch.cuda.get_device_capability(device)
-            exact = self.needs.endswith("a")  # sm_90a: this architecture's own instructions, which no later one has
+            exact = self.needs.endswith("a")  # sm_90a: its own instructions, which no later one has
             if (have[0] != int(needed[1])) if exact else have < (int(needed[1]), int(needed[2])):
-                return Available(f"needs {self.needs}; {torch.cuda.get_device_name(device)} has sm_{have[0]}{have[1]}")
+                return Available(f"needs {self.needs}; {torch.cuda.get_device_name(device)} has "
+                                 f"sm_{have[0]}{have[1]}")
         try:
             find_nvcc(torch.version.cuda)
         except RuntimeError as error:
@@ -105,7 +107,7 @@ class Stage:
         return tiles
 
     def tiles(self, d: int, shared_memory: int, **chosen: int) -> dict[str, int]:
-        """The tile sizes of a call: `chosen` ones, else the defaults.
+        """The tile sizes of a call: `chosen` ones, else the defaults, or the nearest to them that fit.
 
         Args:
             d: head dimension.
@@ -116,18 +118,22 @@ class Stage:
         tiles = self.default_tiles(d)
         for name, size in chosen.items():
             if name not in tiles:
-                raise ValueError(f"{name}: stage {self.name!r} has no such argument; its tile sizes are {', '.join(tiles)}")
+                names = ", ".join(tiles)
+                raise ValueError(f"{name}: stage {self.name!r} has no such argument; "
+                                 f"its tile sizes are {names}")
             if not isinstance(size, int) or isinstance(size, bool) or not 1 <= size <= 1024:
                 raise ValueError(f"{name} must be an integer from 1 to 1024, not {size!r}")
         tiles.update(chosen)
-        if problem := self._tile_problem(d, shared_memory, tiles):
-            fitting = [t for br in range(8, 257, 8) for bc in range(8, 257, 8)
-                       if not self._tile_problem(d, shared_memory, t := {"Br": br, "Bc": bc})]
-            if not fitting:
-                raise ValueError(f"{problem}; no tile sizes fit, so take a smaller d or another stage")
-            near = min(fitting, key=lambda t: sum(abs(math.log(t[name] / tiles[name])) for name in t))
-            raise ValueError(f"{problem}; Br={near['Br']}, Bc={near['Bc']} would work")
-        return tiles
+        if not (problem := self._tile_problem(d, shared_memory, tiles)):
+            return tiles
+        fitting = [t for br in range(8, 257, 8) for bc in range(8, 257, 8)
+                   if not self._tile_problem(d, shared_memory, t := {"Br": br, "Bc": bc})]
+        if not fitting:
+            raise ValueError(f"{problem}; no tile sizes fit: take a smaller d or another stage")
+        nearest = min(fitting, key=lambda t: sum(abs(math.log(t[name] / tiles[name])) for name in t))
+        if chosen:
+            raise ValueError(f"{problem}; Br={nearest['Br']}, Bc={nearest['Bc']} would work")
+        return nearest
 
     def _tile_problem(self, d: int, shared_memory: int, tiles: dict[str, int]) -> str:
         sizes = ", ".join(f"{name}={size}" for name, size in tiles.items())
@@ -141,13 +147,13 @@ class Stage:
         return ""
 
 
-_OPERATORS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.FloorDiv: operator.floordiv,
-              ast.Mod: operator.mod, ast.Eq: operator.eq, ast.Lt: operator.lt, ast.LtE: operator.le, ast.Gt: operator.gt,
-              ast.GtE: operator.ge}
+_OPERATORS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul,
+              ast.FloorDiv: operator.floordiv, ast.Mod: operator.mod, ast.Eq: operator.eq,
+              ast.Lt: operator.lt, ast.LtE: operator.le, ast.Gt: operator.gt, ast.GtE: operator.ge}
 
 
 def _evaluate(expression: str, **names: int) -> int:
-    """The value of an expression from a stage's header: integers, names, + - * // %, comparisons, min and max."""
+    """The value of an expression in a stage's header: integers, names, + - * // %, comparisons, min, max."""
     def value(node: ast.AST) -> int:
         match node:
             case ast.Constant(value=int(number)):
@@ -160,7 +166,8 @@ def _evaluate(expression: str, **names: int) -> int:
                 return _OPERATORS[type(op)](value(left), value(right))
             case ast.Call(func=ast.Name(id="min" | "max" as name), args=args):
                 return (min if name == "min" else max)(map(value, args))
-        raise ValueError(f"a stage's header says {expression!r}, which is no expression in {', '.join(names)}")
+        raise ValueError(f"a stage's header says {expression!r}, "
+                         f"which is no expression in {', '.join(names)}")
 
     return value(ast.parse(expression.strip(), mode="eval").body)
 
@@ -175,15 +182,18 @@ def read_stage(path: Path) -> Stage:
     if not path.is_file():
         raise ValueError(f"stage: there is no file {path}")
     header = re.match(r"(?://.*\n)*", path.read_text())[0]
-    title = re.match(r"// (?:Forward) stage (\d+): (\w+)", header)
-    fields = dict(re.findall(r"^// (idea|types|needs|deterministic|tiles|limits|shared): *(.*)$", header, re.M))
-    if unknown := set(re.split(r",\s*", fields.get("types", "fp32"))) - set(DTYPES):
+    title = re.match(r"// Forward stage (\d+): (\w+)", header)
+    fields = dict(re.findall(r"^// (idea|types|needs|deterministic|tiles|limits|shared): *(.*)$",
+                             header, re.M))
+    types = re.split(r",\s*", fields.get("types", "fp32"))
+    if unknown := set(types) - set(DTYPES):
         raise ValueError(f"{path}: types: {', '.join(unknown)} not among {', '.join(DTYPES)}")
     return Stage(
-        number=int(title[1]) if title else 0, name=title[2] if title else path.stem, direction="fwd", path=path,
-        idea=fields.get("idea", ""), dtypes=tuple(DTYPES[t] for t in re.split(r",\s*", fields.get("types", "fp32"))),
+        number=int(title[1]) if title else 0, name=title[2] if title else path.stem, direction="fwd",
+        path=path, idea=fields.get("idea", ""), dtypes=tuple(DTYPES[t] for t in types),
         needs=fields.get("needs", "any GPU"), deterministic=fields.get("deterministic", "yes") == "yes",
-        tile_rules=fields.get("tiles", "Br=32 Bc=32"), limits=fields.get("limits", ""), shared=fields.get("shared", "0"))
+        tile_rules=fields.get("tiles", "Br=32 Bc=32"), limits=fields.get("limits", ""),
+        shared=fields.get("shared", "0"))
 
 
 def stages() -> list[Stage]:
@@ -192,7 +202,7 @@ def stages() -> list[Stage]:
 
 
 def find_stage(stage: str | Path | Stage | None, dtype: torch.dtype, device: torch.device) -> Stage:
-    """The stage that a call asks for; for None, the last of the ladder that takes the type and runs on the device.
+    """The stage that a call asks for; for None, the last that takes the type and runs on the device.
 
     Raises:
         ValueError: if there is no such stage, or it does not take `dtype`.
@@ -202,7 +212,8 @@ def find_stage(stage: str | Path | Stage | None, dtype: torch.dtype, device: tor
         known = {s.name: s for s in stages()}
         if stage not in known:
             close = difflib.get_close_matches(stage, known, n=1)
-            hint = f" Did you mean {close[0]!r}?" if close else " For a file of your own, pass a pathlib.Path."
+            hint = (f" Did you mean {close[0]!r}?" if close
+                    else " For a file of your own, pass a pathlib.Path.")
             raise ValueError(f"stage: there is no stage {stage!r}; there are {', '.join(known)}.{hint}")
         stage = known[stage]
     elif isinstance(stage, Path):
@@ -211,11 +222,13 @@ def find_stage(stage: str | Path | Stage | None, dtype: torch.dtype, device: tor
         takers = [s for s in stages() if dtype in s.dtypes]
         stage = next((s for s in reversed(takers) if s.available(device)), takers[-1] if takers else None)
         if stage is None:
-            raise ValueError(f"q has type {dtype}; the stages take {', '.join(map(str, ELEMENTS))}: convert with .float()")
+            known = ", ".join(map(str, ELEMENTS))
+            raise ValueError(f"q has type {dtype}; the stages take {known}: convert with .float()")
     elif not isinstance(stage, Stage):
         raise ValueError(f"stage must be a name, a pathlib.Path or a Stage, not {type(stage).__name__}")
     if dtype not in stage.dtypes:
-        raise ValueError(f"stage {stage.name!r} takes {', '.join(map(str, stage.dtypes))}; q, k and v have {dtype}: "
+        known = ", ".join(map(str, stage.dtypes))
+        raise ValueError(f"stage {stage.name!r} takes {known}; q, k and v have {dtype}: "
                          "convert them with .float()")
     if not (available := stage.available(device)):
         raise RuntimeError(f"stage {stage.name!r} cannot run on {device}: {available}")
@@ -233,23 +246,26 @@ def shared_memory_per_block(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).shared_memory_per_block_optin
 
 
-# ------------------------------------------------------------------------------------------------ attention
-def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool = False, scale: float | None = None,
-              stage: str | Path | Stage | None = None, return_lse: bool = False, **tiles: int):
+# ------------------------------------------------------------------------------------------ attention
+def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool = False,
+              scale: float | None = None, stage: str | Path | Stage | None = None, return_lse: bool = False,
+              **tiles: int):
     """softmax(scale * q k^T) v, by one stage of the ladder (FlashAttention-2, arXiv 2307.08691, section 2).
 
     Args:
         q: (B, H, N_q, d), float32; d a multiple of 8 up to 256.
-        k, v: (B, H_kv, N_k, d), H a multiple of H_kv: query head h reads head h // (H // H_kv). All three: same type and device,
-            any strides but 1 in the last dimension, rows at multiples of 16 bytes.
+        k, v: (B, H_kv, N_k, d), H a multiple of H_kv: query head h reads head h // (H // H_kv). All three:
+            same type and device, any strides but 1 in the last dimension, rows at multiples of 16 bytes.
         causal: the last query sees the last key, as in FlashAttention: query i sees key j <= i + N_k - N_q.
         scale: default 1 / sqrt(d).
-        stage: a name (see `stages()`), the pathlib.Path of a .cuh file of your own, or None for the best that runs here.
+        stage: a name (see `stages()`), the pathlib.Path of a .cuh file of your own, or None for the best that
+            runs here.
         return_lse: also return L.
-        tiles: Br and Bc, the rows of a tile of q, and of k and v. Default: as the stage's header says.
+        tiles: Br and Bc, the rows of a tile of q, and of k and v. Default: as the stage's header says, or
+            smaller where the device has too little shared memory for that.
     Returns:
-        o, or (o, L). o: like q. L: (B, H, N_q) float32, the natural log of the row's sum of exp(scaled, masked score).
-        A query that sees no key has o = 0, L = -inf.
+        o, or (o, L). o: like q. L: (B, H, N_q) float32, the natural log of the row's sum of
+        exp(scaled, masked score). A query that sees no key has o = 0, L = -inf.
     Raises:
         ValueError: for arguments that do not fit, saying which and what would.
         RuntimeError: if the stage cannot be built or run here, and for errors of the kernel.
@@ -261,11 +277,12 @@ def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool
 
 
 def scaled_dot_product_attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attn_mask=None,
-                                 dropout_p: float = 0.0, is_causal: bool = False, *, scale: float | None = None,
-                                 enable_gqa: bool = False) -> torch.Tensor:
-    """torch.nn.functional.scaled_dot_product_attention, with its meaning of is_causal: query i sees key j <= i (top-left).
+                                 dropout_p: float = 0.0, is_causal: bool = False, *,
+                                 scale: float | None = None, enable_gqa: bool = False,
+                                 stage: str | Path | Stage | None = None) -> torch.Tensor:
+    """torch.nn.functional's function of this name, with its is_causal: query i sees key j <= i (top-left).
 
-    Shapes, types and errors as for `attention`.
+    Shapes, types, stage and errors as for `attention`.
 
     Raises:
         ValueError: also for attn_mask and dropout_p, which no stage supports.
@@ -277,20 +294,22 @@ def scaled_dot_product_attention(query: torch.Tensor, key: torch.Tensor, value: 
     _check_tensors(query, key, value, ("query", "key", "value"))
     if query.shape[1] != key.shape[1] and not enable_gqa:
         raise ValueError(f"query has {query.shape[1]} heads and key {key.shape[1]}: pass enable_gqa=True")
-    return _forward(query, key, value, 0 if is_causal else None, scale, None, {})[0]
+    return _forward(query, key, value, 0 if is_causal else None, scale, stage, {})[0]
 
 
 def _check_tensors(q, k, v, names: tuple[str, str, str] = ("q", "k", "v")) -> None:
     """Raise ValueError for tensors that no stage can take."""
-    for name, x in zip(names, (q, k, v)):
+    for name, x in zip(names, (q, k, v), strict=True):
         if not isinstance(x, torch.Tensor):
             raise ValueError(f"{name} must be a torch.Tensor, not {type(x).__name__}")
         if x.dim() != 4:
-            raise ValueError(f"{name} must have 4 dimensions, (B, H, N, d), not {x.dim()}: shape {tuple(x.shape)}")
+            raise ValueError(f"{name} must have 4 dimensions, (B, H, N, d), not {x.dim()}: "
+                             f"shape {tuple(x.shape)}")
         if 0 in x.shape:
             raise ValueError(f"{name} is empty: shape {tuple(x.shape)}; B, H, N and d must be at least 1")
         if x.device.type not in ("cpu", "cuda"):
-            raise ValueError(f"{name} is on {x.device}; stages run on CUDA and CPU tensors: move it with .to()")
+            raise ValueError(f"{name} is on {x.device}; stages run on CUDA and CPU tensors: "
+                             "move it with .to()")
         if x.dtype != q.dtype:
             raise ValueError(f"{name} has type {x.dtype}, {names[0]} {q.dtype}: make them the same")
         if x.device != q.device:
@@ -299,26 +318,31 @@ def _check_tensors(q, k, v, names: tuple[str, str, str] = ("q", "k", "v")) -> No
             raise ValueError(f"{name} has layout {x.layout}: make it dense with .to_dense()")
     B, H, _, d = q.shape
     if d % 8 or d > MAX_HEAD_DIM:
-        raise ValueError(f"{names[0]} has d = {d}; d must be a multiple of 8 up to {MAX_HEAD_DIM}: pad q, k and v with zeros "
-                         "(torch.nn.functional.pad) and keep scale at 1 / sqrt of the true d")
+        raise ValueError(f"{names[0]} has d = {d}; d must be a multiple of 8 up to {MAX_HEAD_DIM}: pad all "
+                         "three with zeros (torch.nn.functional.pad) and keep scale at 1 / sqrt of the "
+                         "true d")
     if k.shape[0] != B or k.shape[3] != d:
-        raise ValueError(f"{names[1]} has shape {tuple(k.shape)}; for {names[0]} of shape {tuple(q.shape)} it must be "
-                         f"({B}, H_kv, N_k, {d})")
+        raise ValueError(f"{names[1]} has shape {tuple(k.shape)}; for {names[0]} of shape {tuple(q.shape)} "
+                         f"it must be ({B}, H_kv, N_k, {d})")
     if v.shape != k.shape:
-        raise ValueError(f"{names[2]} has shape {tuple(v.shape)}, {names[1]} {tuple(k.shape)}: they must be the same")
+        raise ValueError(f"{names[2]} has shape {tuple(v.shape)}, {names[1]} {tuple(k.shape)}: "
+                         "they must be the same")
     if H % k.shape[1]:
-        raise ValueError(f"{names[0]} has {H} heads, {names[1]} and {names[2]} {k.shape[1]}: H must be a multiple of H_kv")
-    for name, x in zip(names, (q, k, v)):
+        raise ValueError(f"{names[0]} has {H} heads, {names[1]} and {names[2]} {k.shape[1]}: "
+                         "H must be a multiple of H_kv")
+    for name, x in zip(names, (q, k, v), strict=True):
         if x.stride(3) != 1:
-            raise ValueError(f"{name}'s last dimension is not contiguous (stride {x.stride(3)}): pass {name}.contiguous()")
+            raise ValueError(f"{name}'s last dimension is not contiguous (stride {x.stride(3)}): "
+                             f"pass {name}.contiguous()")
         strides = [stride for size, stride in zip(x.shape[:3], x.stride()) if size > 1]
         if x.data_ptr() % 16 or any(s * x.element_size() % 16 for s in strides):
-            raise ValueError(f"{name}'s rows must start at multiples of 16 bytes; its first is {x.data_ptr() % 16} bytes past one, its "
-                             f"strides are {tuple(s * x.element_size() for s in x.stride()[:3])} bytes: pass {name}.clone("
-                             "memory_format=torch.contiguous_format)")
+            in_bytes = tuple(s * x.element_size() for s in x.stride()[:3])
+            raise ValueError(f"{name}'s rows must start at multiples of 16 bytes; its first is "
+                             f"{x.data_ptr() % 16} bytes past one, its strides are {in_bytes} bytes: pass "
+                             f"{name}.clone(memory_format=torch.contiguous_format)")
     if torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v)):
-        raise RuntimeError("there is no backward pass yet, so gradients would be lost: call under torch.no_grad(), or pass "
-                           "tensors after .detach()")
+        raise RuntimeError("there is no backward pass yet, so gradients would be lost: call under "
+                           "torch.no_grad(), or pass tensors after .detach()")
 
 
 class _Tensor(ctypes.Structure):
@@ -335,10 +359,11 @@ class _FwdParams(ctypes.Structure):
     """struct FwdParams of flash_fwd.cu."""
 
     _fields_ = [*((x, _Tensor) for x in "QKVO"), ("L", ctypes.c_void_p), ("workspace", ctypes.c_void_p),
-                *((x, ctypes.c_int) for x in ("B", "H", "H_kv", "N_q", "N_k", "diagonal")), ("scale", ctypes.c_float)]
+                *((x, ctypes.c_int) for x in ("B", "H", "H_kv", "N_q", "N_k", "diagonal")),
+                ("scale", ctypes.c_float)]
 
 
-def _forward(q, k, v, diagonal: int | None, scale: float | None, stage, tiles: dict) -> tuple[torch.Tensor, torch.Tensor]:
+def _forward(q, k, v, diagonal: int | None, scale: float | None, stage, tiles: dict):
     """(o, L) by a stage, for tensors that _check_tensors passed. diagonal: None for no mask."""
     B, H, N_q, d = q.shape
     scale = 1 / math.sqrt(d) if scale is None else scale
@@ -351,7 +376,8 @@ def _forward(q, k, v, diagonal: int | None, scale: float | None, stage, tiles: d
     lse = torch.empty(B, H, N_q, dtype=torch.float32, device=q.device)
     params = _FwdParams(_Tensor.of(q), _Tensor.of(k), _Tensor.of(v), _Tensor.of(o), lse.data_ptr(), None,
                         B, H, k.shape[1], N_q, k.shape[2], diagonal or 0, scale)
-    workspace = torch.empty(library.flash_fwd_workspace_bytes(ctypes.byref(params)), dtype=torch.uint8, device=q.device)
+    workspace = torch.empty(library.flash_fwd_workspace_bytes(ctypes.byref(params)), dtype=torch.uint8,
+                            device=q.device)
     params.workspace = workspace.data_ptr()
     stream = None
     with torch.cuda.device(q.device) if q.device.type == "cuda" else contextlib.nullcontext():
@@ -363,18 +389,19 @@ def _forward(q, k, v, diagonal: int | None, scale: float | None, stage, tiles: d
     return o, lse
 
 
-# ------------------------------------------------------------------------------------------------ the loader
-def definitions(stage: Stage, dtype: torch.dtype, d: int, causal: bool, tiles: dict[str, int]) -> dict[str, str | Path]:
+# ------------------------------------------------------------------------------------------ the loader
+def definitions(stage: Stage, dtype: torch.dtype, d: int, causal: bool,
+                tiles: dict[str, int]) -> dict[str, str | Path]:
     """The macros that flash_fwd.cu is compiled with; a path stands for a file to include."""
-    return {"STAGE_FILE": stage.path, "ELEMENT": ELEMENTS[dtype], "HEAD_DIM": str(d), "CAUSAL": str(int(causal)),
-            "BLOCK_R": str(tiles["Br"]), "BLOCK_C": str(tiles["Bc"])}
+    return {"STAGE_FILE": stage.path, "ELEMENT": ELEMENTS[dtype], "HEAD_DIM": str(d),
+            "CAUSAL": str(int(causal)), "BLOCK_R": str(tiles["Br"]), "BLOCK_C": str(tiles["Bc"])}
 
 
 _libraries: dict = {}  # (stage's name, macros, target, debug) -> (library, {source file: modification time})
 
 
 def _library(stage: Stage, macros: dict[str, str | Path], device: torch.device) -> ctypes.CDLL:
-    """The stage compiled for a device. An edited file is noticed by its time, and compiled anew if its content changed."""
+    """The stage compiled for a device; compiled anew if a file's time and content have changed."""
     target = torch.cuda.get_device_capability(device) if device.type == "cuda" else "cpu"
     key = (stage.name, tuple(macros.items()), target, _debug())
     if key in _libraries:
@@ -389,13 +416,14 @@ def _library(stage: Stage, macros: dict[str, str | Path], device: torch.device) 
     library.flash_fwd.argtypes = [ctypes.POINTER(_FwdParams), ctypes.c_void_p]
     library.flash_fwd_workspace_bytes.restype = library.flash_fwd_params_bytes.restype = ctypes.c_size_t
     if library.flash_fwd_params_bytes() != ctypes.sizeof(_FwdParams):
-        raise RuntimeError("FwdParams in flash_fwd.cu and _FwdParams in flash.py differ: make them the same, field for field")
+        raise RuntimeError("FwdParams in flash_fwd.cu and _FwdParams in flash.py differ: make them the same")
     _libraries[key] = library, times
     return library
 
 
-def build(source: Path, device: torch.device, macros: dict[str, str | Path] = {}, name: str | None = None) -> Path:
-    """Compile a .cu file to a shared library, once for each content: with nvcc for a GPU, for the simulator otherwise.
+def build(source: Path, device: torch.device, macros: dict[str, str | Path] | None = None,
+          name: str | None = None) -> Path:
+    """Compile a .cu file to a shared library, once per content: by nvcc for a GPU, else for the simulator.
 
     Args:
         source: the file. What it and the files among `macros` include is part of the build.
@@ -404,8 +432,10 @@ def build(source: Path, device: torch.device, macros: dict[str, str | Path] = {}
     Returns:
         The library's path, to be loaded with ctypes.CDLL.
     Raises:
-        RuntimeError: without a compiler; with the compiler's messages; for CUDA syntax that the simulator does not know.
+        RuntimeError: without a compiler; with the compiler's messages; for CUDA syntax that the simulator
+            does not know.
     """
+    macros = macros or {}
     files = source_files(source, *(value for value in macros.values() if isinstance(value, Path)))
     compile_ = _build_for_gpu if device.type == "cuda" else _build_for_cpu
     return compile_(name or source.stem, files, macros, device)
@@ -455,7 +485,8 @@ def _build_for_cpu(name: str, files: list[Path], macros: dict[str, str | Path], 
             raise RuntimeError(f"cannot translate CUDA for the CPU: {error}") from None
         return [translated[files[0]]]
 
-    macros = {macro: translated[value] if isinstance(value, Path) else value for macro, value in macros.items()}
+    macros = {macro: translated[value] if isinstance(value, Path) else value
+              for macro, value in macros.items()}
     return _build(name, write_sources, macros, cflags=[*flags, f"-I{folder}", f"-I{folder / 'stages'}"],
                   ldflags=[str(runtime), f"-Wl,-rpath,{runtime.parent}"])
 
@@ -464,17 +495,19 @@ def _build_simulator() -> Path:
     name = _name("simulator", [], simulator.signature(), torch.__version__)
     if not _is_built(name):
         print("Building the simulator, once: a few seconds ...", file=sys.stderr, flush=True)
-    return _build(name, simulator.runtime_sources, {}, cflags=["-std=c++17", "-O2", "-g", "-fno-strict-aliasing"],
-                  ldflags=["-ldl", "-pthread"])
+    return _build(name, simulator.runtime_sources, {},
+                  cflags=["-std=c++17", "-O2", "-g", "-fno-strict-aliasing"], ldflags=["-ldl", "-pthread"])
 
 
 def _build_for_gpu(name: str, files: list[Path], macros: dict[str, str | Path], device: torch.device) -> Path:
     nvcc = find_nvcc(torch.version.cuda)
     capability = torch.cuda.get_device_capability(device)
-    arch = f"{capability[0]}{capability[1]}" + "a" * (capability[0] == 9)  # sm_90a: Hopper's own instructions too
-    flags = [f"-gencode=arch=compute_{arch},code=sm_{arch}", "-std=c++17", "-lineinfo", f"-I{ROOT}", f"-I{STAGES}",
-             "-U__CUDA_NO_HALF_OPERATORS__", "-U__CUDA_NO_HALF_CONVERSIONS__", "-U__CUDA_NO_HALF2_OPERATORS__",
-             "-U__CUDA_NO_BFLOAT16_CONVERSIONS__", *(["-G"] if _debug() else ["-O3"])]  # -U: torch's load() defines them
+    arch = f"{capability[0]}{capability[1]}" + "a" * (capability[0] == 9)  # sm_90a: Hopper's own too
+    flags = [f"-gencode=arch=compute_{arch},code=sm_{arch}", "-std=c++17", "-lineinfo",
+             f"-I{ROOT}", f"-I{STAGES}",  # -U in what follows: torch's load() defines them
+             "-U__CUDA_NO_HALF_OPERATORS__", "-U__CUDA_NO_HALF_CONVERSIONS__",
+             "-U__CUDA_NO_HALF2_OPERATORS__", "-U__CUDA_NO_BFLOAT16_CONVERSIONS__",
+             *(["-G"] if _debug() else ["-O3"])]
     name = _name(f"{name}_sm{arch}", files, macros, flags, str(nvcc), nvcc_version(nvcc), torch.__version__)
     cpp_extension.CUDA_HOME = str(nvcc.parent.parent)
     return _build(name, lambda: [files[0]], macros, cuda_cflags=flags,
@@ -482,14 +515,18 @@ def _build_for_gpu(name: str, files: list[Path], macros: dict[str, str | Path], 
 
 
 def _linkable_cudart(cuda_home: Path) -> Path:
-    """A folder with libcudart.so. NVIDIA's wheels have only libcudart.so.13: then a link to it is made in the build folder."""
+    """A folder with libcudart.so.
+
+    NVIDIA's wheels have only libcudart.so.13: then a link to that, in the build folder.
+    """
     versioned = []
     for lib in (cuda_home / "lib64", cuda_home / "lib", *cuda_home.glob("targets/*/lib")):
         if (lib / "libcudart.so").exists():
             return lib
         versioned += lib.glob("libcudart.so.*")
     if not versioned:
-        raise RuntimeError(f"no libcudart.so under {cuda_home}: install the CUDA runtime (pip install -r requirements.txt)")
+        raise RuntimeError(f"no libcudart.so under {cuda_home}: install the CUDA runtime "
+                           "(pip install -r requirements.txt)")
     folder = BUILD / "cudart"
     folder.mkdir(parents=True, exist_ok=True)
     with contextlib.suppress(FileExistsError):
@@ -502,11 +539,12 @@ def _is_built(name: str) -> bool:
 
 
 def _build(name: str, sources, macros: dict[str, str | Path], cflags=(), cuda_cflags=(), ldflags=()) -> Path:
-    """Compile and link `sources()` to build/<name>/<name>.so with torch.utils.cpp_extension.load, unless it is there.
+    """Compile and link `sources()` to build/<name>/<name>.so with torch's cpp_extension, unless it is there.
 
-    Safe against another process that builds the same at the same time, and after a build that was interrupted: the lock is the
-    kernel's, so it ends with the process that holds it. torch's own lock is a file that an interrupted build leaves behind and
-    that the next one waits for without end; under our lock such a file can only be an orphan, and is deleted.
+    Safe beside another process that builds the same, and after a build that was interrupted: our lock is the
+    kernel's, so it ends with the process that holds it. torch's lock is a file, which an interrupted build
+    leaves behind and the next one waits for without end; under our lock such a file can only be an orphan,
+    and is deleted.
 
     Raises:
         RuntimeError: with the compiler's errors.
@@ -518,15 +556,17 @@ def _build(name: str, sources, macros: dict[str, str | Path], cflags=(), cuda_cf
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise RuntimeError(f"cannot write to the build folder {BUILD} ({error.strerror}): set FLASH_BUILD_DIR to another one") from None
+        raise RuntimeError(f"cannot write to the build folder {BUILD} ({error.strerror}): "
+                           "set FLASH_BUILD_DIR to another one") from None
     with open(folder / "flash_lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if _is_built(name):
             return library
         (folder / "lock").unlink(missing_ok=True)
-        cpp_extension.JIT_EXTENSION_VERSIONER.entries.pop(name, None)  # else load() takes a failed build for a finished one
+        cpp_extension.JIT_EXTENSION_VERSIONER.entries.pop(name, None)  # else a failed build counts as done
         files = [str(file) for file in sources()]
-        defines = [f'-D{macro}="{value}"' if isinstance(value, Path) else f"-D{macro}={value}" for macro, value in macros.items()]
+        defines = [f'-D{macro}="{value}"' if isinstance(value, Path) else f"-D{macro}={value}"
+                   for macro, value in macros.items()]
         try:
             cpp_extension.load(name, files, extra_cflags=_ninja_quoted([*defines, *cflags]),
                                extra_cuda_cflags=_ninja_quoted([*defines, *cuda_cflags]),
@@ -546,11 +586,12 @@ def _ninja_quoted(flags) -> list[str]:
 def _compile_error(name: str, output: str) -> str:
     """The compiler's own lines out of what ninja printed."""
     lines = output.splitlines()
-    errors = [line for line in lines if re.search(r"\b(?:error|Error)\b", line) and not line.startswith(("FAILED", "Error building"))]
+    errors = [line for line in lines if re.search(r"\b(?:error|Error)\b", line)
+              and not line.startswith(("FAILED", "Error building"))]
     return f"building {name} failed:\n" + "\n".join((errors or lines)[:20])
 
 
-# ------------------------------------------------------------------------------------------------ nvcc
+# ------------------------------------------------------------------------------------------ nvcc
 def nvcc_version(nvcc: Path) -> str:
     """Such as "13.0"; empty if the program does not run."""
     return _nvcc_version(str(nvcc))
@@ -567,10 +608,11 @@ def _nvcc_version(nvcc: str) -> str:
 
 
 def find_nvcc(cuda: str | None = None) -> Path:
-    """The CUDA compiler: from $CUDA_HOME, NVIDIA's wheels, the PATH or /usr/local/cuda, the first that will do.
+    """The CUDA compiler: the first that will do in $CUDA_HOME, NVIDIA's wheels, the PATH, /usr/local/cuda.
 
     Args:
-        cuda: the CUDA version that PyTorch was built with, such as "13.0"; nvcc's major version must be the same. None: any.
+        cuda: the CUDA version that PyTorch was built with, such as "13.0"; nvcc's major version must be the
+            same. None: any.
     Raises:
         RuntimeError: if there is none, saying what was found.
     """
@@ -579,7 +621,7 @@ def find_nvcc(cuda: str | None = None) -> Path:
         *([Path(home) / "bin/nvcc"] if (home := os.environ.get("CUDA_HOME")) else []),
         *(path for entry in sys.path for path in sorted(Path(entry).glob("nvidia/cu*/bin/nvcc"))),
         *([Path(on_path).resolve()] if on_path else []),
-        Path("/usr/local/cuda/bin/nvcc"),
+        SYSTEM_CUDA / "bin/nvcc",
     ]
     versions = {nvcc: version for nvcc in candidates if nvcc.is_file() and (version := nvcc_version(nvcc))}
     for nvcc, version in versions.items():
@@ -588,14 +630,16 @@ def find_nvcc(cuda: str | None = None) -> Path:
     wanted = f"nvcc {cuda.split('.')[0]}.x (PyTorch was built with CUDA {cuda})" if cuda else "nvcc"
     found = ", ".join(f"{nvcc} is {version}" for nvcc, version in versions.items()) or "there is no nvcc"
     major = (cuda or "13").split(".")[0]
-    raise RuntimeError(f"needs {wanted}; {found}: pip install 'cuda-toolkit[nvcc,cccl]=={major}.*', or set CUDA_HOME")
+    raise RuntimeError(f"needs {wanted}; {found}: pip install 'cuda-toolkit[nvcc,cccl]=={major}.*', "
+                       "or set CUDA_HOME")
 
 
-# ------------------------------------------------------------------------------------------------ python flash.py
+# ------------------------------------------------------------------------------------------ python flash.py
 def describe_device(device: torch.device) -> str:
     if device.type == "cuda":
         major, minor = torch.cuda.get_device_capability(device)
-        return f"{torch.cuda.get_device_name(device)} (sm_{major}{minor}), CUDA {torch.version.cuda}, PyTorch {torch.__version__}"
+        name = torch.cuda.get_device_name(device)
+        return f"{name} (sm_{major}{minor}), CUDA {torch.version.cuda}, PyTorch {torch.__version__}"
     return f"CPU, in the simulator ({os.cpu_count()} cores), PyTorch {torch.__version__}"
 
 
@@ -605,13 +649,14 @@ def main() -> None:
     from rich.table import Table
 
     device = default_device()
-    table = Table(title=f"Stages on this machine: {describe_device(device)}", caption="flash.attention(q, k, v, stage=...)")
-    for column in ("#", "stage", "types", "needs", "deterministic", "runs here", "idea"):
-        table.add_column(column)
+    table = Table(title=f"Stages on this machine: {describe_device(device)}",
+                  caption="flash.attention(q, k, v, stage=...)")
+    for column in ("#", "stage", "types", "needs", "runs here", "idea"):
+        table.add_column(column, no_wrap=column == "stage", overflow="fold")
     type_names = {dtype: name for name, dtype in DTYPES.items()}
     for s in stages():
-        table.add_row(f"{s.direction} {s.number}", s.name, ", ".join(type_names[t] for t in s.dtypes), s.needs,
-                      "yes" if s.deterministic else "no", str(s.available(device)), s.idea)
+        table.add_row(f"{s.direction} {s.number}", s.name, ", ".join(type_names[t] for t in s.dtypes),
+                      s.needs, str(s.available(device)), s.idea)
     Console().print(table)
 
 

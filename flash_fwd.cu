@@ -1,9 +1,11 @@
-// FlashAttention forward: the notation, the ladder, and the one entry point. This is the file that is compiled; the stage to
-// compile comes in as a macro, and so do its compile-time constants:
+// FlashAttention forward: the notation, the ladder, and the one entry point. This is the file that is
+// compiled; the stage to compile comes in as a macro, and so do its compile-time constants:
 //
-//   nvcc -DSTAGE_FILE='"stages/fwd_04_flash2.cuh"' -DELEMENT=float -DHEAD_DIM=64 -DCAUSAL=1 -DBLOCK_R=64 -DBLOCK_C=32
+//   nvcc -DSTAGE_FILE='"stages/fwd_04_flash2.cuh"' -DELEMENT=float -DHEAD_DIM=64 -DCAUSAL=1 -DBLOCK_R=64 \
+//        -DBLOCK_C=64 -I. -Istages -shared -Xcompiler -fPIC flash_fwd.cu
 //
-// flash.py passes them, builds on first use and calls flash_fwd(). Nothing here needs PyTorch's headers: a build takes a second.
+// flash.py passes them, builds on first use and calls flash_fwd(). Nothing here needs PyTorch's headers: a
+// build takes a second.
 //
 // What is computed, for every batch element b and query head h (softmax along each row):
 //
@@ -11,7 +13,7 @@
 //
 // Notation (that of the papers):
 //   Q, O      (B, H, N_q, d)      one row a query
-//   K, V      (B, H_kv, N_k, d)   one row a key; query head h reads head h / (H / H_kv) of them (GQA; MQA: H_kv = 1)
+//   K, V      (B, H_kv, N_k, d)   one row a key; query head h reads head h / (H / H_kv) (GQA; MQA: H_kv = 1)
 //   L         (B, H, N_q)         log-sum-exp of a row of S: all that the backward pass needs to make P again
 //   S, P      (N_q, N_k)          scores and probabilities of one head
 //   Br, Bc    rows of a tile of Q (and O), rows of a tile of K and V; a tile of S is Br x Bc
@@ -19,17 +21,20 @@
 //   i, j      the tile of Q, the tile of K and V: Q_i, K_j, V_j, S_ij, P_ij, O_i
 //   m, l      the maximum and the sum of exponentials of a row, so far
 //   X_smem    X in shared memory; X_reg: in registers; otherwise in HBM
-// Causal: the query of row q sees the key of row k if k <= q + diagonal. A row that sees no key: O = 0, L = -inf.
+// Causal: the query of row q sees the key of row k if k <= q + diagonal. A row that sees no key: O = 0, L =
+// -inf.
 //
-// The ladder. Each stage is a file of its own, and keeps the names, the order and the layout of the one before:
+// The ladder. Each stage is a file of its own, and keeps the names, the order and the layout of the one
+// before:
 //   stages/fwd_01_naive.cuh            three kernels; S and P, N x N, in HBM
 //   stages/fwd_02_tiled.cuh            the same three, through tiles in shared memory
 //   stages/fwd_03_online_softmax.cuh   FlashAttention-1: one kernel, S and P never leave the chip
 //   stages/fwd_04_flash2.cuh           FlashAttention-2: the loops the other way round; O stays in registers
-// A stage defines `cudaError_t launch(const FwdParams&, cudaStream_t)` and `size_t workspace_bytes(const FwdParams&)`.
+// A stage defines `cudaError_t launch(const FwdParams&, cudaStream_t)` and `size_t workspace_bytes(const
+// FwdParams&)`.
 //
-// Papers: FlashAttention-1: Dao, Fu, Ermon, Rudra, Re, arXiv 2205.14135. FlashAttention-2: Dao, arXiv 2307.08691.
-// Online softmax: Milakov, Gimelshein, arXiv 1805.02867.
+// Papers: FlashAttention-1: Dao, Fu, Ermon, Rudra, Re, arXiv 2205.14135. FlashAttention-2: Dao, arXiv
+// 2307.08691. Online softmax: Milakov, Gimelshein, arXiv 1805.02867.
 #include <cuda_runtime.h>
 #include <math.h>
 
@@ -47,7 +52,8 @@ struct FwdParams {           // flash.py fills its twin, field for field
 #include STAGE_FILE
 
 
-extern "C" size_t flash_fwd_params_bytes() { return sizeof(FwdParams); }   // flash.py compares: the twins must not drift
+// flash.py compares: the twins must not drift.
+extern "C" size_t flash_fwd_params_bytes() { return sizeof(FwdParams); }
 
 extern "C" size_t flash_fwd_workspace_bytes(const FwdParams* p) { return workspace_bytes(*p); }
 

@@ -6,24 +6,28 @@
 // limits:  Br * Bc <= 1024
 // shared:  0
 //
-// Attention as it stands in the formula, one kernel for each of its three steps (Algorithm 0 of the FlashAttention-1 paper):
+// Attention as it stands in the formula, one kernel for each of its three steps (Algorithm 0 of the
+// FlashAttention-1 paper):
 //
 //   scores_kernel    S = scale * Q K^T     one thread an element of S
 //   softmax_kernel   P = softmax(S)        one thread a row; P overwrites S
 //   output_kernel    O = P V               one thread an element of O
 //
-// Everything between the steps goes through HBM: S is written, read twice and overwritten by P, and P is read again.
-// Nothing is kept on the chip on purpose; what reuse there is, the caches find.
+// Everything between the steps goes through HBM: S is written, read three times and overwritten by P, and P
+// is read again. Nothing is kept on the chip on purpose; what reuse there is, the caches find.
 //
-// Bound by memory accesses. In scores_kernel the lanes of a warp hold neighbouring keys, so that one load of K[k] touches 32 rows
-// of K, 32 sectors for 32 numbers, and every multiplication needs two loads. In softmax_kernel they hold neighbouring rows of S: the
-// same. And the N x N matrix is the memory: 4 bytes * B * H * N_q * N_k, 3.2 GB at B4 H12 N4096.
+// Bound by the L1 cache, in scores_kernel, which takes most of the time. The lanes of a warp hold
+// neighbouring keys, so one load of K[k] touches 32 rows of K: 32 sectors of 32 bytes for 32 numbers, one
+// after the other, and each number is good for a single multiplication. softmax_kernel has the same fault:
+// its lanes hold neighbouring rows of S. And the N x N matrix is the memory: 4 bytes * B * H * N_q * N_k,
+// 3 GiB at B4 H12 N4096.
 #pragma once
 
 constexpr int d = HEAD_DIM;
-constexpr int Br = BLOCK_R, Bc = BLOCK_C;   // here only the shape of a block of threads: Br rows of S by Bc columns
+constexpr int Br = BLOCK_R, Bc = BLOCK_C;   // here only the shape of a block: Br rows of threads by Bc
 
-// S (B, H, N_q, N_k). Blocks: Tr * Tc tiles of S, for each of B * H heads. In one dimension, as the other two end at 65535.
+// S (B, H, N_q, N_k). Blocks: Tr * Tc tiles of S, for each of B * H heads. In one dimension, as the other
+// two end at 65535.
 __global__ void scores_kernel(FwdParams p, float* S) {
   const int Tr = ceil_div(p.N_q, Br), Tc = ceil_div(p.N_k, Bc);
   const int j = blockIdx.x % Tc, i = blockIdx.x / Tc % Tr, bh = blockIdx.x / Tc / Tr;
@@ -40,7 +44,8 @@ __global__ void scores_kernel(FwdParams p, float* S) {
   S[((int64_t)bh * p.N_q + row) * p.N_k + col] = visible ? p.scale * s : -INFINITY;
 }
 
-// P = exp(S - m) / l, row by row. The maximum m is subtracted as exp overflows above 88; it cancels in the quotient.
+// P = exp(S - m) / l, row by row. The maximum m is subtracted as exp overflows above 88; it cancels in the
+// quotient.
 __global__ void softmax_kernel(FwdParams p, float* S) {
   const int64_t row = (int64_t)blockIdx.x * blockDim.x + threadIdx.x;   // of B * H * N_q
   if (row >= (int64_t)p.B * p.H * p.N_q) return;
@@ -72,7 +77,7 @@ __global__ void output_kernel(FwdParams p, const float* P) {
   O[row * p.O.stride_n + k] = o;
 }
 
-size_t workspace_bytes(const FwdParams& p) { return sizeof(float) * p.B * p.H * p.N_q * p.N_k; }   // S, then P
+size_t workspace_bytes(const FwdParams& p) { return sizeof(float) * p.B * p.H * p.N_q * p.N_k; }   // S, P
 
 cudaError_t launch(const FwdParams& p, cudaStream_t stream) {
   float* S = static_cast<float*>(p.workspace);

@@ -2,27 +2,32 @@
 // idea:    the same three kernels, through tiles in shared memory
 // types:   fp32
 // needs:   any GPU
-// tiles:   Br=64 Bc=32; d > 64: Br=32 Bc=32; d > 128: Br=16 Bc=32
+// tiles:   Br=64 Bc=64; d > 64: Br=64 Bc=32; d > 128: Br=32 Bc=32
 // limits:  Br % 8 == 0; Bc % 32 == 0; (Br // 8) * (Bc // 32) <= 64
 // shared:  4 * (Bc * d + max(Br * d + Bc, Br * Bc))
 //
-// The three steps stay; what changes is who works on what. A block stages a tile of each operand in shared memory, once, and all
-// of its threads read it from there: each number of K comes from HBM Tr times instead of N_q times, each number of Q Tc times.
+// The three steps stay; what changes is who works on what. A block stages a tile of each operand in shared
+// memory, once, and all of its threads read it from there: each number of K comes from HBM Tr times instead
+// of N_q times, each number of Q Tc times.
 //
-// The layout, which all fp32 stages up to 4 keep. A block has 8 warps; a warp owns Br / 8 whole rows of the tile, and its
-// lanes share the columns: lane t has columns t, t + 32, ... of S, and of O.
+// The layout, which all fp32 stages up to 4 keep. A block has 8 warps; a warp owns Br / 8 whole rows of the
+// tile, and its lanes share the columns: lane t has columns t, t + 32, ... of S, and of O.
 //
-//             columns of S_ij             A row never leaves its warp. So its maximum and its sum are shuffles inside the warp
-//             0  1  2 ...  31             (common/warp.cuh), and no warp waits for another one but to load the next tile.
-//   warp 0    t0 t1 t2 ... t31  row 0
-//             t0 t1 t2 ... t31  row 1     In registers, each thread has a rows x cols piece of S. One number of K, read from
-//   warp 1    t0 t1 t2 ... t31  row 2     shared memory, is used for all `rows` of them.
+//             columns of S_ij            A row never leaves its warp. So its maximum and its sum are
+//             0  1  2 ...  31            shuffles (common/warp.cuh), and no warp waits for others but at
+//   warp 0    t0 t1 t2 ... t31  row 0    the next tile. In registers, a thread has a rows x cols piece of
+//             t0 t1 t2 ... t31  row 1    S. One number of K, read from shared memory, is used for all
+//   warp 1    t0 t1 t2 ... t31  row 2    `rows` of them.
 //
-// In shared memory, K's rows lie d + 1 floats apart: 32 lanes read the same k of 32 rows, and d + 1 is odd, so that these fall
-// into 32 different banks. With d, a multiple of 8, they would fall into 4 at best, one after the other.
+// In shared memory, K's rows lie d + 1 floats apart: 32 lanes read the same k of 32 rows, and d + 1 is odd,
+// so that these fall into 32 different banks. With d, a multiple of 8, they would fall into 4 at best, one
+// after the other.
 //
-// Changed from naive: all three kernels, and more lines than any fp32 stage after it, as the layout above is new.
-// Bound by shared memory in the two products (a load for every one to two multiplications) and by HBM in the softmax.
+// Changed from naive: all three kernels, and more lines than in any later fp32 stage, as the layout is new.
+//
+// Bound by waiting: a block loads its tiles, and only then multiplies; with the few warps that the registers
+// leave room for, nobody else has work meanwhile. softmax_kernel, which has nothing to multiply, comes near
+// the bandwidth of L2 and HBM, and S and P still cross HBM five times.
 #pragma once
 #include "common/launch.cuh"
 #include "common/tile.cuh"
@@ -36,7 +41,7 @@ constexpr int cols = Bc / 32;             // of S, that a lane has
 constexpr int dims = (d + 31) / 32;       // of O, that a lane has
 
 // S (B, H, N_q, N_k) = scale * Q K^T, a tile S_ij a block
-__global__ void __launch_bounds__(threads) scores_kernel(FwdParams p, float* S) {
+__global__ void __launch_bounds__(threads, 2) scores_kernel(FwdParams p, float* S) {
   const int Tr = ceil_div(p.N_q, Br), Tc = ceil_div(p.N_k, Bc);
   const int j = blockIdx.x % Tc, i = blockIdx.x / Tc % Tr, bh = blockIdx.x / Tc / Tr;
   const int b = bh / p.H, h = bh % p.H, h_kv = h / (p.H / p.H_kv);
@@ -52,8 +57,8 @@ __global__ void __launch_bounds__(threads) scores_kernel(FwdParams p, float* S) 
   float S_reg[rows][cols] = {};
   for (int k = 0; k < d; k++) {
     for (int c = 0; c < cols; c++) {
-      const float key = K_smem[(lane + 32 * c) * (d + 1) + k];
-      for (int r = 0; r < rows; r++) S_reg[r][c] += Q_smem[(warp * rows + r) * d + k] * key;   // Q: one number for all lanes
+      const float key = K_smem[(lane + 32 * c) * (d + 1) + k];   // one a lane; Q's: one for all
+      for (int r = 0; r < rows; r++) S_reg[r][c] += Q_smem[(warp * rows + r) * d + k] * key;
     }
   }
 
@@ -61,16 +66,18 @@ __global__ void __launch_bounds__(threads) scores_kernel(FwdParams p, float* S) 
     for (int c = 0; c < cols; c++) {
       const int row = i * Br + warp * rows + r, col = j * Bc + lane + 32 * c;
       const bool visible = !CAUSAL || col <= row + p.diagonal;
-      if (row < p.N_q && col < p.N_k) S[((int64_t)bh * p.N_q + row) * p.N_k + col] = visible ? p.scale * S_reg[r][c] : -INFINITY;
+      if (row >= p.N_q || col >= p.N_k) continue;
+      S[((int64_t)bh * p.N_q + row) * p.N_k + col] = visible ? p.scale * S_reg[r][c] : -INFINITY;
     }
   }
 }
 
-// P = exp(S - m) / l, a row a warp: its lanes read neighbouring columns, and combine what they found by shuffles.
-__global__ void __launch_bounds__(threads) softmax_kernel(FwdParams p, float* S) {
+// P = exp(S - m) / l, a row a warp: its lanes read neighbouring columns, and combine what they found by
+// shuffles.
+__global__ void __launch_bounds__(threads, 2) softmax_kernel(FwdParams p, float* S) {
   const int64_t row = (int64_t)blockIdx.x * warps + threadIdx.x / 32;   // of B * H * N_q
   const int lane = threadIdx.x % 32;
-  if (row >= (int64_t)p.B * p.H * p.N_q) return;                        // a whole warp at a time: its shuffles stay complete
+  if (row >= (int64_t)p.B * p.H * p.N_q) return;   // whole warps: the shuffles of the others stay complete
   float* S_row = S + row * p.N_k;
 
   float m = -INFINITY, l = 0.f;
@@ -85,7 +92,7 @@ __global__ void __launch_bounds__(threads) softmax_kernel(FwdParams p, float* S)
 }
 
 // O = P V, a tile O_i a block, which walks along the tiles of P's rows and of V
-__global__ void __launch_bounds__(threads) output_kernel(FwdParams p, const float* P) {
+__global__ void __launch_bounds__(threads, 2) output_kernel(FwdParams p, const float* P) {
   const int Tr = ceil_div(p.N_q, Br), Tc = ceil_div(p.N_k, Bc);
   const int i = blockIdx.x % Tr, bh = blockIdx.x / Tr;
   const int b = bh / p.H, h = bh % p.H, h_kv = h / (p.H / p.H_kv);
@@ -98,7 +105,7 @@ __global__ void __launch_bounds__(threads) output_kernel(FwdParams p, const floa
 
   float O_reg[rows][dims] = {};
   for (int j = 0; j < Tc; j++) {
-    __syncthreads();                      // nobody overwrites the tiles before everybody is done with the last ones
+    __syncthreads();                      // all are done with the last tiles, which are now overwritten
     load_tile(V_smem, d, p.V.head(b, h_kv), p.V.stride_n, j * Bc, Bc, p.N_k);
     for (int r = 0; r < rows; r++) {
       for (int c = 0; c < cols; c++) {
@@ -125,12 +132,13 @@ __global__ void __launch_bounds__(threads) output_kernel(FwdParams p, const floa
   }
 }
 
-size_t workspace_bytes(const FwdParams& p) { return sizeof(float) * p.B * p.H * p.N_q * p.N_k; }   // S, then P
+size_t workspace_bytes(const FwdParams& p) { return sizeof(float) * p.B * p.H * p.N_q * p.N_k; }   // S, P
 
 cudaError_t launch(const FwdParams& p, cudaStream_t stream) {
   float* S = static_cast<float*>(p.workspace);
   const int heads = p.B * p.H, Tr = ceil_div(p.N_q, Br), Tc = ceil_div(p.N_k, Bc);
-  const size_t scores_bytes = sizeof(float) * (Br * d + Bc * (d + 1)), output_bytes = sizeof(float) * (Bc * d + Br * Bc);
+  const size_t scores_bytes = sizeof(float) * (Br * d + Bc * (d + 1));
+  const size_t output_bytes = sizeof(float) * (Bc * d + Br * Bc);
   allow_shared_memory(scores_kernel, scores_bytes);
   allow_shared_memory(output_kernel, output_bytes);
   scores_kernel<<<heads * Tr * Tc, threads, scores_bytes, stream>>>(p, S);

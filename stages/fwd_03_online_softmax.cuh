@@ -2,25 +2,29 @@
 // idea:    FlashAttention-1, Algorithm 1: one kernel, K/V outer loop; m, l, O updated in HBM
 // types:   fp32
 // needs:   any GPU
-// tiles:   Br=64 Bc=32; d > 64: Br=32 Bc=32; d > 128: Br=16 Bc=32
+// tiles:   Br=64 Bc=64; d > 64: Br=64 Bc=32; d > 128: Br=32 Bc=32
 // limits:  Br % 8 == 0; Bc % 32 == 0; (Br // 8) * (Bc // 32) <= 64
 // shared:  4 * (Br * d + Bc * (2 * d + 1) + Br * Bc)
 //
-// Softmax needs the whole row: its maximum and its sum. Unless they are corrected later. Take the row's keys in tiles, and let m and l
-// be its maximum and its sum over the tiles seen so far, O its output with respect to those. A new tile with maximum m~ and sum l~:
+// Softmax needs the whole row: its maximum and its sum. Unless they are corrected later. Take the row's
+// keys in tiles, and let m and l be its maximum and its sum over the tiles seen so far, O its output with
+// respect to those. A new tile with maximum m~ and sum l~:
 //
 //   m_new = max(m, m~)                                                           (Algorithm 1, line 11)
 //   l_new = e^(m - m_new) l + e^(m~ - m_new) l~                                  (line 11)
 //   O_new = ( l e^(m - m_new) O + e^(m~ - m_new) P~ V_j ) / l_new                (line 12)
 //
-// So S_ij and P_ij need to exist for one tile at a time only, on the chip. The N x N matrix is gone from HBM: the workspace is m and
-// l, 8 bytes a row. That is the online softmax, and FlashAttention-1 is its Algorithm 1 below, line by line.
+// So S_ij and P_ij need to exist for one tile at a time only, on the chip. The N x N matrix is gone from
+// HBM: the workspace is m and l, 8 bytes a row. That is the online softmax, and FlashAttention-1 is its
+// Algorithm 1 below, line by line.
 //
-// Changed from tiled: its three kernels become one, so this step is larger than the others. Loading the tiles, S_reg and the
-// product P V are letter for letter what they were; new are the two loops and lines 10 to 13.
+// Changed from tiled: its three kernels become one, so this step is larger than the others. Loading the
+// tiles, S_reg and the product P V are letter for letter what they were; new are the two loops and lines 10
+// to 13.
 //
-// Bound by parallelism: the blocks are the heads, 48 at B4 H12, on a GPU with 132 multiprocessors. The loop over i cannot be split among
-// blocks, as every j updates all of O, which crosses HBM Tc times, read and written. flash2 turns the loops around.
+// Bound by parallelism: the blocks are the heads, 48 at B4 H12, on a GPU with 132 multiprocessors, and one
+// block does not keep one of those busy. The loop over i cannot be split among blocks, as every j updates all
+// of O, which crosses HBM Tc times, read and written. flash2 turns the loops around.
 #pragma once
 #include "common/launch.cuh"
 #include "common/tile.cuh"
@@ -34,7 +38,7 @@ constexpr int cols = Bc / 32;             // of S, that a lane has
 constexpr int dims = (d + 31) / 32;       // of O, that a lane has
 
 // One block a head. The numbers are the lines of Algorithm 1.
-__global__ void __launch_bounds__(threads) online_softmax_kernel(FwdParams p, float* m, float* l) {
+__global__ void __launch_bounds__(threads, 2) online_softmax_kernel(FwdParams p, float* m, float* l) {
   const int Tr = ceil_div(p.N_q, Br), Tc = ceil_div(p.N_k, Bc);          // 3, 4
   const int bh = blockIdx.x;
   const int b = bh / p.H, h = bh % p.H, h_kv = h / (p.H / p.H_kv);
@@ -58,11 +62,12 @@ __global__ void __launch_bounds__(threads) online_softmax_kernel(FwdParams p, fl
   }
 
   for (int j = 0; j < Tc; j++) {                                         // 5
-    __syncthreads();                      // nobody overwrites the tiles before everybody is done with the last ones
+    __syncthreads();                      // all are done with the last tiles, which are now overwritten
     load_tile(K_smem, d + 1, p.K.head(b, h_kv), p.K.stride_n, j * Bc, Bc, p.N_k);   // 6
     load_tile(V_smem, d, p.V.head(b, h_kv), p.V.stride_n, j * Bc, Bc, p.N_k);
 
-    // causal: the first row that sees key j * Bc is j * Bc - diagonal; tiles of Q above it see nothing of this one
+    // causal: the first row that sees key j * Bc is j * Bc - diagonal; tiles of Q above it see nothing of
+    // this one
     const int first_i = CAUSAL ? max(j * Bc - p.diagonal, 0) / Br : 0;
     for (int i = first_i; i < Tr; i++) {                                 // 7
       __syncthreads();                    // as above, for Q
@@ -72,8 +77,8 @@ __global__ void __launch_bounds__(threads) online_softmax_kernel(FwdParams p, fl
       float S_reg[rows][cols] = {};                                      // 9: S_ij = Q_i K_j^T
       for (int k = 0; k < d; k++) {
         for (int c = 0; c < cols; c++) {
-          const float key = K_smem[(lane + 32 * c) * (d + 1) + k];
-          for (int r = 0; r < rows; r++) S_reg[r][c] += Q_smem[(warp * rows + r) * d + k] * key;   // Q: one number for all lanes
+          const float key = K_smem[(lane + 32 * c) * (d + 1) + k];   // one a lane; Q's: one for all
+          for (int r = 0; r < rows; r++) S_reg[r][c] += Q_smem[(warp * rows + r) * d + k] * key;
         }
       }
 
@@ -83,7 +88,7 @@ __global__ void __launch_bounds__(threads) online_softmax_kernel(FwdParams p, fl
         const float m_old = row < p.N_q ? m[row] : -INFINITY;            // 8
         l_old[r] = row < p.N_q ? l[row] : 0.f;
 
-        float m_tile = -INFINITY;                                        // 10: the tile's row maximum, P~, row sum
+        float m_tile = -INFINITY;                                        // 10: m~, P~, l~ of this tile
         for (int c = 0; c < cols; c++) {
           const int col = j * Bc + lane + 32 * c;
           const bool visible = col < p.N_k && (!CAUSAL || col <= row + p.diagonal);
@@ -91,7 +96,7 @@ __global__ void __launch_bounds__(threads) online_softmax_kernel(FwdParams p, fl
           m_tile = fmaxf(m_tile, S_reg[r][c]);
         }
         m_tile = warp_max(m_tile);
-        const float shift = m_tile == -INFINITY ? 0.f : m_tile;          // sees no key of this tile: -inf - -inf would be NaN
+        const float shift = m_tile == -INFINITY ? 0.f : m_tile;          // no key: -inf - -inf is NaN
         float l_tile = 0.f;
         for (int c = 0; c < cols; c++) {
           const float P = expf(S_reg[r][c] - shift);
@@ -106,7 +111,7 @@ __global__ void __launch_bounds__(threads) online_softmax_kernel(FwdParams p, fl
         beta[r] = expf(m_tile - shift_new);
         l_new[r] = alpha[r] * l_old[r] + beta[r] * l_tile;
       }
-      __syncwarp();                       // P_smem is complete; and all lanes have read m and l before lane 0 writes them
+      __syncwarp();                       // P_smem is complete; all have read m and l, which lane 0 writes
 
       float O_reg[rows][dims] = {};                                      // 12: P~_ij V_j
       for (int col = 0; col < Bc; col++) {
@@ -120,7 +125,7 @@ __global__ void __launch_bounds__(threads) online_softmax_kernel(FwdParams p, fl
         if (row >= p.N_q) continue;
         for (int c = 0; c < dims; c++) {                                 // 12: O_i to HBM
           const int k = lane + 32 * c;
-          if (k >= d || l_new[r] == 0.f) continue;                       // O is 0 until the row has seen a key
+          if (k >= d || l_new[r] == 0.f) continue;                       // O stays 0 until the row sees a key
           float* o = O + row * p.O.stride_n + k;
           *o = (l_old[r] * alpha[r] * *o + beta[r] * O_reg[r][c]) / l_new[r];
         }
@@ -133,7 +138,7 @@ __global__ void __launch_bounds__(threads) online_softmax_kernel(FwdParams p, fl
   }                                                                      // 15
 
   __syncthreads();
-  for (int row = threadIdx.x; row < p.N_q; row += threads)               // not in Algorithm 1: what our backward reads
+  for (int row = threadIdx.x; row < p.N_q; row += threads)               // beyond Algorithm 1: our L
     p.L[(int64_t)bh * p.N_q + row] = l[row] == 0.f ? -INFINITY : m[row] + logf(l[row]);
 }
 

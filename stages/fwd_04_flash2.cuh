@@ -2,13 +2,13 @@
 // idea:    FlashAttention-2: Q tile a block, K/V inner loop; O, m, l in registers; L written once
 // types:   fp32
 // needs:   any GPU
-// tiles:   Br=64 Bc=32; d > 64: Br=32 Bc=32; d > 128: Br=16 Bc=32
+// tiles:   Br=64 Bc=64; d > 64: Br=64 Bc=32; d > 128: Br=32 Bc=32
 // limits:  Br % 8 == 0; Bc % 32 == 0; (Br // 8) * (Bc // 32) <= 64
 // shared:  4 * (Br * d + Bc * (2 * d + 1) + Br * Bc)
 //
-// FlashAttention-2, Algorithm 1: the loops change places. Outside are the tiles of Q, and as no tile of O depends on another one they
-// become blocks: B * H * Tr of them instead of B * H. Inside are K and V. So O, m and l of a tile stay in the registers of one
-// warp from the first key to the last one, and leave once:
+// FlashAttention-2, Algorithm 1: the loops change places. Outside are the tiles of Q, and as no tile of O
+// depends on another one they become blocks: B * H * Tr of them instead of B * H. Inside are K and V. So O,
+// m and l of a tile stay in the registers of one warp from the first key to the last one, and leave once:
 //
 //   m_new = max(m, rowmax(S))                                  (Algorithm 1, line 9)
 //   l     = e^(m - m_new) l + rowsum(P~)                       (line 9)
@@ -16,15 +16,19 @@
 //   O / l at the end                                           (line 12)
 //   L     = m + log(l)                                         (line 13)
 //
-// Two more savings. O is kept unnormalised: one division at the end instead of one a tile. And P~ is taken relative to m_new at once, not to
-// the tile's own maximum, so there is one factor to apply instead of two.
+// Two more savings. O is kept unnormalised: one division at the end instead of one a tile. And P~ is taken
+// relative to m_new at once, not to the tile's own maximum, so there is one factor to apply instead of two.
 //
-// Erratum: line 10 of the paper's Algorithm 1 has diag(e^(m - m_new))^-1 O. The inverse is a mistake: a maximum that grows makes
-// the old terms smaller. tests/ run it as printed and see it fail.
+// Erratum: line 10 of the paper's Algorithm 1 has diag(e^(m - m_new))^-1 O. The inverse is a mistake: a
+// maximum that grows makes the old terms smaller. tests/ run it as printed and see it fail.
 //
-// Changed from online_softmax: the order of the loops, and where O, m and l live.
-// Bound by shared memory: an FMA needs a number of Q or P, the same for all lanes, and an eighth of a load of K or V. And causal tiles are
-// computed whole, also where half of them is masked.
+// Changed from online_softmax: the order of the loops, and where O, m and l live. (And three blocks share a
+// multiprocessor, whose registers then allow 80 a thread.)
+//
+// Bound by shared memory, which is busy most of the time, the multipliers a quarter of it: in the product
+// Q K^T a warp reads `rows` numbers of Q and `cols` * 32 of K for rows * cols * 32 multiplications, and the
+// same again for P V. Larger pieces a thread, read four numbers at a time, are the next stage's idea. And of
+// a causal tile on the diagonal all is computed, half of it in vain.
 #pragma once
 #include "common/launch.cuh"
 #include "common/tile.cuh"
@@ -38,7 +42,7 @@ constexpr int cols = Bc / 32;             // of S, that a lane has
 constexpr int dims = (d + 31) / 32;       // of O, that a lane has
 
 // One block a tile of Q. The numbers are the lines of Algorithm 1.
-__global__ void __launch_bounds__(threads) flash2_kernel(FwdParams p) {
+__global__ void __launch_bounds__(threads, 3) flash2_kernel(FwdParams p) {
   const int Tr = ceil_div(p.N_q, Br);                                    // 1, 2
   const int i = blockIdx.x % Tr, bh = blockIdx.x / Tr;                   // 3
   const int b = bh / p.H, h = bh % p.H, h_kv = h / (p.H / p.H_kv);
@@ -58,10 +62,11 @@ __global__ void __launch_bounds__(threads) flash2_kernel(FwdParams p) {
     l[r] = 0.f;
   }
 
-  // causal: row q sees the keys up to q + diagonal, so this tile's last row sees (i + 1) * Br + diagonal of them
+  // causal: row q sees the keys up to q + diagonal, so this tile's last row sees (i + 1) * Br + diagonal of
+  // them
   const int keys = CAUSAL ? min(p.N_k, (i + 1) * Br + p.diagonal) : p.N_k;
   for (int j = 0; j * Bc < keys; j++) {                                  // 6
-    __syncthreads();                      // nobody overwrites the tiles before everybody is done with the last ones
+    __syncthreads();                      // all are done with the last tiles, which are now overwritten
     load_tile(K_smem, d + 1, p.K.head(b, h_kv), p.K.stride_n, j * Bc, Bc, p.N_k);   // 7
     load_tile(V_smem, d, p.V.head(b, h_kv), p.V.stride_n, j * Bc, Bc, p.N_k);
     __syncthreads();                      // nobody reads before everybody has written
@@ -69,8 +74,8 @@ __global__ void __launch_bounds__(threads) flash2_kernel(FwdParams p) {
     float S_reg[rows][cols] = {};                                        // 8: S_ij = Q_i K_j^T
     for (int k = 0; k < d; k++) {
       for (int c = 0; c < cols; c++) {
-        const float key = K_smem[(lane + 32 * c) * (d + 1) + k];
-        for (int r = 0; r < rows; r++) S_reg[r][c] += Q_smem[(warp * rows + r) * d + k] * key;   // Q: one number for all lanes
+        const float key = K_smem[(lane + 32 * c) * (d + 1) + k];   // one a lane; Q's: one for all
+        for (int r = 0; r < rows; r++) S_reg[r][c] += Q_smem[(warp * rows + r) * d + k] * key;
       }
     }
 
@@ -84,7 +89,7 @@ __global__ void __launch_bounds__(threads) flash2_kernel(FwdParams p) {
         m_new = fmaxf(m_new, S_reg[r][c]);
       }
       m_new = warp_max(m_new);
-      const float shift = m_new == -INFINITY ? 0.f : m_new;              // has seen no key yet: -inf - -inf would be NaN
+      const float shift = m_new == -INFINITY ? 0.f : m_new;              // no key: -inf - -inf is NaN
       float l_tile = 0.f;
       for (int c = 0; c < cols; c++) {
         const float P = expf(S_reg[r][c] - shift);
@@ -94,7 +99,7 @@ __global__ void __launch_bounds__(threads) flash2_kernel(FwdParams p) {
       const float alpha = expf(m[r] - shift);
       l[r] = alpha * l[r] + warp_sum(l_tile);
       m[r] = m_new;
-      for (int c = 0; c < dims; c++) O_reg[r][c] *= alpha;               // 10: e^(m - m_new) O, not its inverse
+      for (int c = 0; c < dims; c++) O_reg[r][c] *= alpha;               // 10: e^(m - m_new) O
     }
     __syncwarp();                         // a warp reads only the rows of P that it wrote itself
 

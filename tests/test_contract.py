@@ -1,0 +1,264 @@
+"""Bad input: an error that names the argument and says what would work, before any build or launch."""
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import random_qkv
+
+import flash
+
+STAGES = [s.name for s in flash.stages()]
+
+
+def qkv(B=1, H=2, H_kv=2, N=16, d=16, dtype=torch.float32, device="cpu"):
+    return list(random_qkv(B, H, H_kv, N, N, d, device, dtype))
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_built(monkeypatch, request):
+    if "builds" not in request.keywords:
+        monkeypatch.setattr(flash, "build", lambda *a, **k: pytest.fail("built something before the error"))
+
+
+def refused(message, *args, error=ValueError, **kwargs):
+    with pytest.raises(error) as caught:
+        flash.attention(*args, **kwargs)
+    assert re.search(message, str(caught.value)), str(caught.value)
+
+
+def misaligned(x):
+    """The same values, four bytes past a multiple of 16."""
+    return torch.cat([torch.zeros(1), x.flatten()])[1:].view(x.shape)
+
+
+def rows_apart(x, gap):
+    """The same values, with `gap` more elements between two rows."""
+    return torch.nn.functional.pad(x, (0, gap))[..., : x.shape[-1]]
+
+
+q, k, v = qkv()
+BAD_TENSORS = {
+    "not a tensor": ([q.numpy(), k, v], r"^q must be a torch.Tensor, not ndarray"),
+    "dimensions": ([q[0], k, v], r"^q must have 4 dimensions, \(B, H, N, d\), not 3: shape \(2, 16, 16\)"),
+    "empty": ([q, k[:, :, :0], v], r"^k is empty: shape \(1, 2, 0, 16\)"),
+    "types differ": ([q, k.double(), v], r"^k has type torch.float64, q torch.float32"),
+    "type": ([q.int(), k.int(), v.int()], r"^q has type torch.int32; the stages take torch.float32"),
+    "device": ([x.to("meta") for x in (q, k, v)], r"^q is on meta; stages run on CUDA and CPU tensors"),
+    "d not a multiple of 8": (
+        [x[..., :12] for x in (q, k, v)],
+        r"^q has d = 12; d must be a multiple of 8 up to 256: pad",
+    ),
+    "d above 256": (qkv(d=264), r"^q has d = 264; d must be a multiple of 8 up to 256"),
+    "d differs": (
+        [q, k[..., :8], v],
+        r"^k has shape \(1, 2, 16, 8\); for q of shape \(1, 2, 16, 16\) it must be \(1, H_kv, N_k, 16\)",
+    ),
+    "B differs": (
+        [q.repeat(3, 1, 1, 1), k, v],
+        r"^k has shape \(1, 2, 16, 16\).* must be \(3, H_kv, N_k, 16\)",
+    ),
+    "k and v differ": (
+        [q, k, v[:, :, :9]],
+        r"^v has shape \(1, 2, 9, 16\), k \(1, 2, 16, 16\): they must be the same",
+    ),
+    "heads": ([*qkv(H=3)[:1], k, v], r"^q has 3 heads, k and v 2: H must be a multiple of H_kv"),
+    "last dimension": (
+        [q, k.transpose(2, 3), v],
+        r"^k's last dimension is not contiguous \(stride 16\): pass k.contiguous\(\)",
+    ),
+    "misaligned": (
+        [q, k, misaligned(v)],
+        r"^v's rows must start at multiples of 16 bytes; its first is 4 bytes past one.*v.clone",
+    ),
+    "misaligned rows": (
+        [rows_apart(q, 1), k, v],
+        r"^q's rows must start at multiples of 16 bytes.* \(2176, 1088, 68\) bytes",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", BAD_TENSORS)
+def test_bad_tensors(case):
+    tensors, message = BAD_TENSORS[case]
+    refused(message, *tensors)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_devices_differ():
+    refused(r"^k is on cuda:0, q on cpu: move them to one device", q, k.cuda(), v)
+
+
+def test_gradients_are_not_lost():
+    x = q.clone().requires_grad_()
+    refused(r"no backward pass yet.*torch.no_grad\(\).*\.detach\(\)", x, k, v, error=RuntimeError)
+
+
+BAD_OPTIONS = {
+    "stage": (
+        {"stage": "falsh2"},
+        r"^stage: there is no stage 'falsh2'; there are naive, .*Did you mean 'flash2'\?",
+    ),
+    "stage is a file name": ({"stage": "mine.cuh"}, r"pass a pathlib.Path"),
+    "stage's file": ({"stage": Path("/none/mine.cuh")}, r"^stage: there is no file /none/mine.cuh"),
+    "stage's type": ({"stage": 4}, r"^stage must be a name, a pathlib.Path or a Stage, not int"),
+    "scale": ({"scale": float("nan")}, r"^scale must be a finite number, not nan"),
+    "scale's type": ({"scale": "big"}, r"^scale must be a finite number, not 'big'"),
+    "unknown tile": ({"Bq": 32}, r"^Bq: stage '\w+' has no such argument; its tile sizes are Br, Bc"),
+    "tile's type": ({"Br": 32.0}, r"^Br must be an integer from 1 to 1024, not 32.0"),
+    "tile of zero": ({"Bc": 0}, r"^Bc must be an integer from 1 to 1024, not 0"),
+    "tile not a multiple": (
+        {"stage": "flash2", "Br": 12},
+        r"^stage 'flash2' needs Br % 8 == 0, and got Br=12, Bc=64; Br=16, Bc=64 would work",
+    ),
+    "too many threads": (
+        {"stage": "naive", "Br": 64, "Bc": 64},
+        r"^stage 'naive' needs Br \* Bc <= 1024, and got Br=64, Bc=64; .* would work",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", BAD_OPTIONS)
+def test_bad_options(case):
+    options, message = BAD_OPTIONS[case]
+    refused(message, q, k, v, **options)
+
+
+def test_other_types_name_the_stage():
+    refused(
+        r"^stage 'tiled' takes torch.float32; q, k and v have torch.float16",
+        *qkv(dtype=torch.float16),
+        stage="tiled",
+    )
+
+
+def test_scaled_dot_product_attention_refuses_what_it_cannot():
+    for options, message in [
+        ({"attn_mask": torch.ones(16, 16)}, "^attn_mask: "),
+        ({"dropout_p": 0.1}, "^dropout_p: "),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            flash.scaled_dot_product_attention(q, k, v, **options)
+    with pytest.raises(ValueError, match="^query has 4 heads and key 2: pass enable_gqa=True"):
+        flash.scaled_dot_product_attention(*qkv(H=4))
+    with pytest.raises(ValueError, match="^key has shape"):
+        flash.scaled_dot_product_attention(q, k[..., :8], v)
+
+
+# ------------------------------------------------------------------------------------------ shared memory
+@pytest.mark.parametrize("stage", STAGES[1:])
+def test_shared_memory_is_checked_with_both_numbers(stage, monkeypatch):
+    """A T4 allows 64 KB, an H100 227 KB: what fits on the one is refused on the other."""
+    monkeypatch.setattr(flash, "shared_memory_per_block", lambda device: 65536)
+    refused(
+        rf"^stage '{stage}' with Br=64, Bc=64, d=256 needs \d{{6}} bytes of shared memory a block, "
+        r"and this device has 65536; "
+        r"(Br=\d+, Bc=\d+ would work|no tile sizes fit)",
+        *qkv(d=256),
+        stage=stage,
+        Br=64,
+        Bc=64,
+    )
+
+
+@pytest.mark.builds
+@pytest.mark.parametrize("stage", STAGES[1:])
+def test_header_knows_the_shared_memory(stage, monkeypatch):
+    """A header states the bytes that its kernels ask for: past Python's check, CUDA names the number."""
+    monkeypatch.setattr(flash, "shared_memory_per_block", lambda device: 10**9)
+    s = {s.name: s for s in flash.stages()}[stage]
+    stated = flash._evaluate(s.shared, d=256, Br=128, Bc=128)
+    assert stated > 227 * 1024
+    refused(
+        f" {stated} bytes of shared memory a block; at most 232448 are possible",
+        *qkv(d=256),
+        stage=stage,
+        Br=128,
+        Bc=128,
+        error=RuntimeError,
+    )
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_default_tiles_shrink_to_fit(stage):
+    """Every d on every GPU since Ampere (99 KB a block at least), up to 192 on a T4 (64 KB).
+
+    The header's own where there is room.
+    """
+    s = {s.name: s for s in flash.stages()}[stage]
+    for d in range(8, 257, 8):
+        assert s.tiles(d, 227 * 1024) == s.default_tiles(d)
+        for shared_memory in (99 * 1024, 64 * 1024 if d <= 192 else 99 * 1024):
+            tiles = s.tiles(d, shared_memory)
+            assert flash._evaluate(s.shared, d=d, **tiles) <= shared_memory
+
+
+def test_no_tiles_fit():
+    with pytest.raises(
+        ValueError,
+        match=r"needs \d+ bytes .* has 65536; no tile sizes fit: take a smaller d or another stage",
+    ):
+        {s.name: s for s in flash.stages()}["flash2"].tiles(256, 64 * 1024)
+
+
+# ------------------------------------------------------------------------------------------ stages
+def test_registry():
+    fwd = flash.stages()
+    assert [s.name for s in fwd[:4]] == ["naive", "tiled", "online_softmax", "flash2"]
+    assert [s.number for s in fwd] == list(range(1, len(fwd) + 1))
+    for s in fwd:
+        assert (
+            s.direction == "fwd" and s.path.name == f"fwd_{s.number:02}_{s.name}.cuh" and s.idea and s.dtypes
+        )
+
+
+def test_available_says_why_not(monkeypatch):
+    stage = flash.stages()[0]
+    assert stage.available("cpu") and str(stage.available("cpu")) == "yes"
+    assert not stage.available("meta") and "not on meta" in str(stage.available("meta"))
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    assert not stage.available("cpu")
+    assert "`no-such-compiler` is not on the PATH" in stage.available("cpu").reason
+    refused(
+        r"stage 'naive' cannot run on cpu: no C\+\+ compiler: `no-such-compiler`.*apt install g\+\+",
+        q,
+        k,
+        v,
+        stage="naive",
+        error=RuntimeError,
+    )
+
+
+def test_available_compares_compute_capabilities(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (8, 6))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: "a GPU")
+    monkeypatch.setattr(flash, "find_nvcc", lambda cuda: Path("nvcc"))
+    for needs, runs in {
+        "any GPU": True,
+        "sm_75": True,
+        "sm_80": True,
+        "sm_89": False,
+        "sm_90a": False,
+    }.items():
+        stage = flash.Stage(1, "x", "fwd", Path("x"), needs=needs)
+        assert bool(stage.available("cuda")) == runs, needs
+    assert str(stage.available("cuda")) == "needs sm_90a; a GPU has sm_86"
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (10, 0))
+    assert not stage.available("cuda")  # sm_90a runs on no later architecture
+
+
+def test_a_header_that_makes_no_sense_is_an_error(tmp_path):
+    mine = tmp_path / "mine.cuh"
+    mine.write_text("// types: fp13\n")
+    with pytest.raises(ValueError, match="mine.cuh: types: fp13 not among fp32"):
+        flash.read_stage(mine)
+    mine.write_text("// limits: __import__('os').remove('x')\n")
+    refused("a stage's header says .* which is no expression", q, k, v, stage=mine)
+
+
+def test_table(capsys):
+    flash.main()
+    printed = capsys.readouterr().out
+    assert all(name in printed for name in STAGES)
+    assert (torch.cuda.get_device_name() if torch.cuda.is_available() else "in the simulator") in printed

@@ -1,0 +1,190 @@
+"""Every forward stage, over one grid of shapes, against float64. New stages join by being in stages/."""
+
+import math
+import random
+
+import pytest
+import torch
+from conftest import check, max_error, poisoned, random_qkv, reference
+
+import flash
+
+STAGES = [s.name for s in flash.stages()]
+
+# B, H, H_kv, N_q, N_k, d, mask; N around and between the multiples of the tiles. "bottom": the last query
+# sees the last key (attention's causal); "top": query i sees key j <= i (scaled_dot_product_attention's).
+GRID = [
+    (1, 1, 1, 1, 1, 8, None),
+    (2, 2, 2, 64, 64, 64, None),
+    (1, 2, 2, 67, 67, 64, "bottom"),
+    (1, 3, 1, 63, 129, 32, "bottom"),  # MQA; N_q < N_k
+    (2, 4, 2, 130, 67, 40, "bottom"),  # GQA; N_q > N_k: the first 63 rows see no key
+    (1, 8, 1, 33, 31, 72, None),  # a group of 8
+    (1, 2, 2, 70, 45, 128, "top"),
+    (1, 4, 2, 45, 100, 64, "top"),  # keys that no query sees
+    (1, 1, 1, 100, 100, 256, "bottom"),
+    (2, 2, 1, 17, 200, 200, None),
+    (1, 2, 2, 1, 300, 128, "bottom"),  # a query alone, as in decoding
+    (1, 2, 1, 300, 1, 32, "bottom"),
+    (1, 1, 1, 40, 50, 104, "top"),
+]
+
+
+def run(stage, q, k, v, mask=None, **options):
+    """(o, L, diagonal) with outputs that start as NaN."""
+    with poisoned():
+        if mask == "top":
+            o, lse = flash._forward(q, k, v, 0, options.get("scale"), stage, {})
+            return o, lse, 0
+        o, lse = flash.attention(q, k, v, causal=mask == "bottom", stage=stage, return_lse=True, **options)
+    return o, lse, k.shape[2] - q.shape[2] if mask else None
+
+
+def test_poison_is_nan():
+    with poisoned():
+        assert torch.empty(1000).isnan().all()
+        assert torch.empty(4000, dtype=torch.uint8).view(torch.float32).isnan().all()  # the workspace
+
+
+@pytest.mark.parametrize("case", GRID, ids=lambda c: "-".join(map(str, c)))
+@pytest.mark.parametrize("stage", STAGES)
+def test_grid(stage, case, device):
+    *shape, mask = case
+    q, k, v = random_qkv(*shape, device)
+    o, lse, diagonal = run(stage, q, k, v, mask)
+    check(o, lse, q, k, v, diagonal)
+    unseen = reference(q, k, v, diagonal)[1] == -torch.inf
+    assert (o[unseen] == 0).all() and (lse[unseen] == -torch.inf).all()
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_random_shapes(stage, device):
+    """Shapes that nobody chose: all kernels of one d, so that it builds twice."""
+    rng = random.Random(STAGES.index(stage))
+    for seed in range(12):
+        H_kv = rng.choice([1, 2, 3])
+        shape = (
+            rng.randint(1, 2),
+            H_kv * rng.randint(1, 3),
+            H_kv,
+            rng.randint(1, 140),
+            rng.randint(1, 140),
+            24,
+        )
+        mask = rng.choice([None, "bottom", "top"])
+        q, k, v = random_qkv(*shape, device, seed=seed)
+        o, lse, diagonal = run(stage, q, k, v, mask)
+        check(o, lse, q, k, v, diagonal)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_strides(stage, device):
+    """Heads behind rows (as projections leave them), q, k, v in one tensor, row gaps, one k for all heads."""
+    B, H, N, d = 2, 3, 50, 32
+    q, k, v = random_qkv(B, N, N, H, H, d, device)
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    o, lse, _ = run(stage, q, k, v)
+    check(o, lse, q, k, v)
+    assert o.stride() == q.stride()
+
+    fused = torch.randn(B, N, 3, H, d + 4, generator=torch.Generator().manual_seed(1)).to(device)
+    q, k, v = (x.transpose(1, 2)[..., :d] for x in fused.unbind(2))
+    o, lse, diagonal = run(stage, q, k, v, "bottom")
+    check(o, lse, q, k, v, diagonal)
+
+    q, k, v = random_qkv(B, H, 1, N, N, d, device)
+    k, v = k.expand(B, H, N, d), v.expand(B, H, N, d)
+    o, lse, _ = run(stage, q, k, v)
+    check(o, lse, q, k, v)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_many_heads(stage, device):
+    """B * H above 65535, the limit of a grid's y and z. Small tiles, as the simulator runs every thread."""
+    q, k, v = random_qkv(65536, 1, 1, 1, 2, 8, device)
+    o, lse, _ = run(stage, q, k, v, Br=8, Bc=32)
+    check(o, lse, q, k, v)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_scale_and_large_scores(stage, device):
+    """Scores of some +-1000: exp of them overflows without the maximum; and a negative and a zero scale."""
+    q, k, v = random_qkv(1, 2, 2, 70, 90, 64, device)
+    for scale in (30.0, -0.2, 0.0):
+        o, lse, diagonal = run(stage, q, k, v, "bottom", scale=scale)
+        check(o, lse, q, k, v, diagonal, scale)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_growing_maximum(stage, device):
+    """Keys sorted by score: the row maximum changes in every tile, so that every rescaling counts."""
+    q, k, v = random_qkv(1, 1, 1, 40, 200, 64, device)
+    q[:] = q[:, :, :1]
+    order = (q[:, :, :1] @ k.transpose(-1, -2)).flatten().argsort()
+    k = k[:, :, order].contiguous()
+    o, lse, _ = run(stage, q, k, v, scale=1.0)
+    check(o, lse, q, k, v, scale=1.0)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_nan_stays_in_its_row(stage, device):
+    q, k, v = random_qkv(1, 1, 1, 40, 40, 32, device)
+    q[0, 0, 7, 3] = math.nan
+    o, lse, _ = run(stage, q, k, v)
+    assert o[0, 0, 7].isnan().all()
+    o[0, 0, 7], q[0, 0, 7, 3] = 0, 0
+    assert not o.isnan().any()
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_bit_identical_every_run(stage, device, monkeypatch):
+    """Over repetitions, and in the simulator also over the order in which threads and blocks run."""
+    q, k, v = random_qkv(1, 4, 2, 70, 70, 32, device)
+    first = run(stage, q, k, v, "bottom")
+    for seed in range(3):
+        monkeypatch.setenv("FLASH_SIM_SEED", str(seed))
+        monkeypatch.setenv("FLASH_SIM_THREADS", str(seed + 1))
+        again = run(stage, q, k, v, "bottom")
+        assert torch.equal(first[0], again[0]) and torch.equal(first[1], again[1])
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_tile_sizes(stage, device):
+    """Other tiles, the same result."""
+    q, k, v = random_qkv(1, 2, 1, 75, 90, 64, device)
+    sizes = {"naive": [(4, 64), (32, 8)]}.get(stage, [(8, 32), (16, 64), (32, 96)])
+    for Br, Bc in sizes:
+        o, lse, diagonal = run(stage, q, k, v, "bottom", Br=Br, Bc=Bc)
+        check(o, lse, q, k, v, diagonal)
+
+
+def test_scaled_dot_product_attention_is_pytorchs(device):
+    """Same arguments, same result as torch.nn.functional's, whose is_causal is aligned to the top left."""
+    q, k, v = random_qkv(2, 4, 2, 30, 50, 64, device)
+    for options in ({}, {"is_causal": True}, {"scale": 0.3}):
+        ours = flash.scaled_dot_product_attention(q, k, v, enable_gqa=True, **options)
+        theirs = torch.nn.functional.scaled_dot_product_attention(
+            q.double(), k.double(), v.double(), enable_gqa=True, **options
+        )
+        assert max_error(ours, theirs) < 3e-6
+
+
+def test_stage_none_takes_the_best(device):
+    q, k, v = random_qkv(1, 1, 1, 20, 20, 16, device)
+    best = [s.name for s in flash.stages() if s.available(device)][-1]
+    assert torch.equal(flash.attention(q, k, v), flash.attention(q, k, v, stage=best))
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_runs_on_torchs_stream():
+    """A stage must wait for what its stream does before, and not for other streams."""
+    q, k, v = random_qkv(1, 2, 2, 128, 128, 64, "cuda")
+    expected = flash.attention(q, k, v, stage="flash2")
+    late = torch.zeros_like(q)
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(100_000_000)
+        late.copy_(q)
+        o = flash.attention(late, k, v, stage="flash2")
+    stream.synchronize()
+    assert torch.equal(o, expected)
