@@ -320,7 +320,7 @@ def new_data(args: argparse.Namespace) -> dict:
                      "cudnn": torch.backends.cudnn.version(),
                      "nvcc": flash.nvcc_version(flash.find_nvcc(torch.version.cuda)) if gpu else None},
         "arguments": {"pass": args.direction, "stages": [stage.name for stage in args.stages],
-                      "peers": args.peers, "seqlens": args.seqlens, "out": str(args.out)},
+                      "peers": args.peers, "seqlens": args.seqlens},
         "shape": {"B": args.batch, "H": args.H, "H_kv": args.H_kv, "d": args.head_dim, "causal": args.causal,
                   "dtype": args.dtype},
         "ceiling": None, "edit_to_result_s": None, "not_run": args.not_run, "interrupted": False,
@@ -328,16 +328,18 @@ def new_data(args: argparse.Namespace) -> dict:
 
 
 # ---------------------------------------------------------------------------------------- showing
-def number(x: float | None, _position: int = 0) -> str:
-    """Three digits of it; the second argument is matplotlib's."""
-    return "-" if x is None else f"{x:,.0f}" if x >= 1000 else f"{x:.3g}"
+def number(x: float | None) -> str:
+    """Three digits of it."""
+    return "-" if x is None else f"{x:,.0f}" if x >= 1000 else f"{x:#.3g}".rstrip(".")
 
 
 def size(n: float | None) -> str:
     """A number of bytes with its unit."""
     for unit in ("B", "KiB", "MiB"):
-        if n is None or n < 1024:
-            return number(n) + (f" {unit}" if n is not None else "")
+        if n is None:
+            return "-"
+        if n < 1024:
+            return f"{n:.0f} B" if unit == "B" else f"{number(n)} {unit}"
         n /= 1024
     return f"{number(n)} GiB"
 
@@ -429,7 +431,7 @@ def plot(data: dict, file: Path, label: str, value: Callable[[dict], float], sca
     axes.set_yscale(scale)
     if scale == "log":
         axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-        axes.yaxis.set_major_formatter(FuncFormatter(number))
+        axes.yaxis.set_major_formatter(FuncFormatter(lambda y, _: f"{y:,g}"))
     axes.minorticks_off()
     axes.set_xlabel("N: rows of Q, K and V")
     axes.set_ylabel(label)

@@ -21,20 +21,21 @@
 //   i, j      the tile of Q, the tile of K and V: Q_i, K_j, V_j, S_ij, P_ij, O_i
 //   m, l      the maximum and the sum of exponentials of a row, so far
 //   X_smem    X in shared memory; X_reg: in registers; otherwise in HBM
-// Causal: the query of row q sees the key of row k if k <= q + diagonal. A row that sees no key: O = 0, L =
-// -inf.
+// Causal: the query of row q sees the key of row k if k <= q + diagonal.
+// A row that sees no key: O = 0, L = -inf.
 //
-// The ladder. Each stage is a file of its own, and keeps the names, the order and the layout of the one
-// before:
+// The ladder. Each stage is a file of its own, and keeps the names, order and layout of the one before:
 //   stages/fwd_01_naive.cuh            three kernels; S and P, N x N, in HBM
 //   stages/fwd_02_tiled.cuh            the same three, through tiles in shared memory
 //   stages/fwd_03_online_softmax.cuh   FlashAttention-1: one kernel, S and P never leave the chip
 //   stages/fwd_04_flash2.cuh           FlashAttention-2: the loops the other way round; O stays in registers
-// A stage defines `cudaError_t launch(const FwdParams&, cudaStream_t)` and `size_t workspace_bytes(const
-// FwdParams&)`.
+// A stage defines two functions:
+//   cudaError_t launch(const FwdParams&, cudaStream_t)
+//   size_t workspace_bytes(const FwdParams&)     scratch memory that it needs in HBM
 //
-// Papers: FlashAttention-1: Dao, Fu, Ermon, Rudra, Re, arXiv 2205.14135. FlashAttention-2: Dao, arXiv
-// 2307.08691. Online softmax: Milakov, Gimelshein, arXiv 1805.02867.
+// Papers: FlashAttention-1: Dao, Fu, Ermon, Rudra, Re, arXiv 2205.14135.
+//         FlashAttention-2: Dao, arXiv 2307.08691.
+//         Online softmax: Milakov, Gimelshein, arXiv 1805.02867.
 #include <cuda_runtime.h>
 #include <math.h>
 
@@ -50,7 +51,6 @@ struct FwdParams {           // flash.py fills its twin, field for field
 };
 
 #include STAGE_FILE
-
 
 // flash.py compares: the twins must not drift.
 extern "C" size_t flash_fwd_params_bytes() { return sizeof(FwdParams); }

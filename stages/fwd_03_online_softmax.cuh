@@ -19,8 +19,7 @@
 // Algorithm 1 below, line by line.
 //
 // Changed from tiled: its three kernels become one, so this step is larger than the others. Loading the
-// tiles, S_reg and the product P V are letter for letter what they were; new are the two loops and lines 10
-// to 13.
+// tiles, S_reg and the product P V are what they were; new are the two loops and lines 10 to 13.
 //
 // Bound by parallelism: the blocks are the heads, 48 at B4 H12, on a GPU with 132 multiprocessors, and one
 // block does not keep one of those busy. The loop over i cannot be split among blocks, as every j updates all
@@ -66,8 +65,7 @@ __global__ void __launch_bounds__(threads, 2) online_softmax_kernel(FwdParams p,
     load_tile(K_smem, d + 1, p.K.head(b, h_kv), p.K.stride_n, j * Bc, Bc, p.N_k);   // 6
     load_tile(V_smem, d, p.V.head(b, h_kv), p.V.stride_n, j * Bc, Bc, p.N_k);
 
-    // causal: the first row that sees key j * Bc is j * Bc - diagonal; tiles of Q above it see nothing of
-    // this one
+    // causal: the first row that sees key j * Bc is j * Bc - diagonal; the tiles of Q before it see none
     const int first_i = CAUSAL ? max(j * Bc - p.diagonal, 0) / Br : 0;
     for (int i = first_i; i < Tr; i++) {                                 // 7
       __syncthreads();                    // as above, for Q

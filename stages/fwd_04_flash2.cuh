@@ -27,8 +27,8 @@
 //
 // Bound by shared memory, which is busy most of the time, the multipliers a quarter of it: in the product
 // Q K^T a warp reads `rows` numbers of Q and `cols` * 32 of K for rows * cols * 32 multiplications, and the
-// same again for P V. Larger pieces a thread, read four numbers at a time, are the next stage's idea. And of
-// a causal tile on the diagonal all is computed, half of it in vain.
+// same again for P V. Larger pieces a thread, read four numbers at a time, would need fewer loads. And of a
+// causal tile on the diagonal all is computed, half of it in vain.
 #pragma once
 #include "common/launch.cuh"
 #include "common/tile.cuh"
@@ -62,8 +62,7 @@ __global__ void __launch_bounds__(threads, 3) flash2_kernel(FwdParams p) {
     l[r] = 0.f;
   }
 
-  // causal: row q sees the keys up to q + diagonal, so this tile's last row sees (i + 1) * Br + diagonal of
-  // them
+  // causal: row q sees q + 1 + diagonal keys, and the tile's last row is (i + 1) * Br - 1
   const int keys = CAUSAL ? min(p.N_k, (i + 1) * Br + p.diagonal) : p.N_k;
   for (int j = 0; j * Bc < keys; j++) {                                  // 6
     __syncthreads();                      // all are done with the last tiles, which are now overwritten

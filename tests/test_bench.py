@@ -206,6 +206,6 @@ def test_markdown(tmp_path, capsys):
 
 def test_numbers():
     numbers = [bench.number(x) for x in (None, 0.000123456, 1.5, 999.4, 12345.6)]
-    assert numbers == ["-", "0.000123", "1.5", "999", "12,346"]
+    assert numbers == ["-", "0.000123", "1.50", "999", "12,346"]
     sizes = [bench.size(n) for n in (None, 0, 1536, 3 * 2**30)]
-    assert sizes == ["-", "0 B", "1.5 KiB", "3 GiB"]
+    assert sizes == ["-", "0 B", "1.50 KiB", "3.00 GiB"]

@@ -2,7 +2,6 @@
 #pragma once
 
 // A block gets up to 48 KB of dynamic shared memory as it comes; more must be asked for, once a kernel.
-// Asking is harmless.
 template <class Kernel>
 cudaError_t allow_shared_memory(Kernel kernel, size_t bytes) {
   return cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)bytes);

@@ -6,8 +6,7 @@ struct Tensor {
   ELEMENT* data;
   int64_t stride_b, stride_h, stride_n;   // in elements; the last dimension is contiguous
 
-  // The (N, d) matrix of one head. Row n of it starts at n * stride_n. 64 bits: B * H * N * d passes 2^31
-  // soon.
+  // The (N, d) matrix of one head; its row n starts at n * stride_n. In 64 bits: B * H * N * d can pass 2^31.
   __device__ ELEMENT* head(int b, int h) const { return data + b * stride_b + h * stride_h; }
 };
 

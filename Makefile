@@ -1,0 +1,38 @@
+# make bench   run every stage that runs here, compare, draw plots (options: ARGS="--seqlens 512,1024")
+# make test    run all tests, on a GPU too if there is one         (some: ARGS="-k flash2")
+# make lab     open the notebooks
+# make clean   delete what was built; make distclean: the virtual environment too
+#
+# The first of them makes a virtual environment in .venv from requirements.txt.
+
+PYTHON ?= python3
+ARGS ?=
+READY := .venv/ready
+
+.PHONY: bench test lab readme clean distclean
+
+bench: $(READY)
+	.venv/bin/python bench.py $(ARGS)
+
+test: $(READY)
+	.venv/bin/python -m pytest $(ARGS)
+
+lab: $(READY)
+	.venv/bin/jupyter lab $(ARGS)
+
+readme: $(READY)
+	.venv/bin/python results/readme.py
+
+$(READY): requirements.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \
+	  { echo 'Python 3.10 or later is needed: make PYTHON=python3.12 ...'; exit 1; }
+	@$(PYTHON) -m venv .venv || \
+	  { echo 'Python has no venv module (Debian, Ubuntu: apt install python3-venv)'; exit 1; }
+	.venv/bin/pip install --disable-pip-version-check -r requirements.txt
+	@touch $@
+
+clean:
+	rm -rf build .pytest_cache
+
+distclean: clean
+	rm -rf .venv
