@@ -584,11 +584,10 @@ def _ninja_quoted(flags) -> list[str]:
 
 
 def _compile_error(name: str, output: str) -> str:
-    """The compiler's own lines out of what ninja printed."""
-    lines = output.splitlines()
-    errors = [line for line in lines if re.search(r"\b(?:error|Error)\b", line)
-              and not line.startswith(("FAILED", "Error building"))]
-    return f"building {name} failed:\n" + "\n".join((errors or lines)[:20])
+    """What the compiler and the linker said, out of what ninja printed: not its own lines, nor commands."""
+    ninja = r"Error building|ninja: |FAILED: |\[\d+/\d+\] |\S+ .*(-DTORCH_EXTENSION_NAME|-shared )"
+    lines = [line for line in output.splitlines() if not re.match(ninja, line)]
+    return f"building {name} failed:\n" + "\n".join(lines[:30])
 
 
 # ------------------------------------------------------------------------------------------ nvcc

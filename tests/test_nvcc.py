@@ -15,29 +15,16 @@ except RuntimeError as error:
 ARCHITECTURES = ["sm_75", "sm_80", "sm_90a"]
 
 
-def compile_stage(stage: flash.Stage, architecture: str, d: int, causal: bool, folder, **tiles) -> str:
-    """What nvcc and ptxas print. Fails on errors."""
+def compile_stage(stage: flash.Stage, architecture: str, d: int, causal: bool, folder,
+                  output=("-cubin",), **tiles) -> str:
+    """What nvcc and ptxas print. Fails on errors. Writes stage.out: by default the GPU code alone."""
     tiles = stage.default_tiles(d) | tiles
     macros = flash.definitions(stage, stage.dtypes[0], d, causal, tiles) | {"STAGE_FILE": f'"{stage.path}"'}
+    code = f"-gencode=arch={architecture.replace('sm', 'compute')},code={architecture}"
     done = subprocess.run(
-        [
-            NVCC,
-            "-cubin",
-            "-std=c++17",
-            "-O3",
-            f"-gencode=arch={architecture.replace('sm', 'compute')},code={architecture}",
-            f"-I{flash.ROOT}",
-            f"-I{flash.STAGES}",
-            "-Xptxas",
-            "-v,-warn-spills",
-            *(f"-D{k}={v}" for k, v in macros.items()),
-            "-o",
-            folder / "stage.cubin",
-            flash.ROOT / "flash_fwd.cu",
-        ],
-        capture_output=True,
-        text=True,
-    )
+        [NVCC, *output, "-std=c++17", "-O3", code, f"-I{flash.ROOT}", f"-I{flash.STAGES}",
+         "-Xptxas", "-v,-warn-spills", *(f"-D{macro}={value}" for macro, value in macros.items()),
+         "-o", folder / "stage.out", flash.ROOT / "flash_fwd.cu"], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return done.stdout + done.stderr
 
@@ -54,6 +41,18 @@ def test_compiles_without_spills(stage, architecture, tmp_path):
             r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", report
         )
         assert frames and set(frames) == {("0", "0", "0")}, f"d={d}, causal={causal}: {report}"
+
+
+@pytest.mark.skipif(NVCC is None, reason=WHY_NOT)
+def test_links_with_the_cuda_runtime(tmp_path, monkeypatch):
+    """By g++, as load() does; also where libcudart has the versioned name alone, as in NVIDIA's wheels."""
+    monkeypatch.setattr(flash, "BUILD", tmp_path)
+    compile_stage(flash.stages()[0], "sm_80", 64, True, tmp_path, output=("-c", "-Xcompiler", "-fPIC"))
+    (tmp_path / "stage.out").rename(tmp_path / "stage.o")
+    lib = flash._linkable_cudart(NVCC.parent.parent)
+    done = subprocess.run(["g++", "-shared", "-Wl,--no-undefined", tmp_path / "stage.o", f"-L{lib}",
+                           "-lcudart", "-o", tmp_path / "stage.so"], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.skipif(NVCC is None, reason=WHY_NOT)
