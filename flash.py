@@ -115,14 +115,17 @@ class Stage:
         Raises:
             ValueError: if the stage does not know a tile by this name, or cannot use its size.
         """
-        tiles = self.default_tiles(d)
         for name, size in chosen.items():
-            if name not in tiles:
-                names = ", ".join(tiles)
-                raise ValueError(f"{name}: stage {self.name!r} has no such argument; "
-                                 f"its tile sizes are {names}")
             if not isinstance(size, int) or isinstance(size, bool) or not 1 <= size <= 1024:
                 raise ValueError(f"{name} must be an integer from 1 to 1024, not {size!r}")
+        return dict(self._fitting_tiles(d, shared_memory, tuple(chosen.items())))
+
+    @functools.cache  # some 100 us, in every call of attention()
+    def _fitting_tiles(self, d: int, shared_memory: int, chosen: tuple) -> dict[str, int]:
+        tiles = self.default_tiles(d)
+        if unknown := [name for name, _ in chosen if name not in tiles]:
+            raise ValueError(f"{unknown[0]}: stage {self.name!r} has no such argument; "
+                             f"its tile sizes are {', '.join(tiles)}")
         tiles.update(chosen)
         if not (problem := self._tile_problem(d, shared_memory, tiles)):
             return tiles
@@ -181,6 +184,11 @@ def read_stage(path: Path) -> Stage:
     path = Path(path).resolve()
     if not path.is_file():
         raise ValueError(f"stage: there is no file {path}")
+    return _read_stage(path, path.stat().st_mtime_ns)
+
+
+@functools.cache
+def _read_stage(path: Path, modified: int) -> Stage:
     header = re.match(r"(?://.*\n)*", path.read_text())[0]
     title = re.match(r"// Forward stage (\d+): (\w+)", header)
     fields = dict(re.findall(r"^// (idea|types|needs|deterministic|tiles|limits|shared): *(.*)$",
@@ -615,10 +623,15 @@ def find_nvcc(cuda: str | None = None) -> Path:
     Raises:
         RuntimeError: if there is none, saying what was found.
     """
-    on_path = shutil.which("nvcc")
+    return _find_nvcc(cuda, os.environ.get("CUDA_HOME"), tuple(sys.path), os.environ.get("PATH"))
+
+
+@functools.cache  # once found; not finding any is an exception, which is not kept
+def _find_nvcc(cuda: str | None, cuda_home: str | None, python_path: tuple, path: str | None) -> Path:
+    on_path = shutil.which("nvcc", path=path)
     candidates = [
-        *([Path(home) / "bin/nvcc"] if (home := os.environ.get("CUDA_HOME")) else []),
-        *(path for entry in sys.path for path in sorted(Path(entry).glob("nvidia/cu*/bin/nvcc"))),
+        *([Path(cuda_home) / "bin/nvcc"] if cuda_home else []),
+        *(nvcc for entry in python_path for nvcc in sorted(Path(entry).glob("nvidia/cu*/bin/nvcc"))),
         *([Path(on_path).resolve()] if on_path else []),
         SYSTEM_CUDA / "bin/nvcc",
     ]

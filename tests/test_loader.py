@@ -195,6 +195,7 @@ def nvccs(tmp_path, monkeypatch):
         nvcc.parent.mkdir(parents=True)
         nvcc.write_text(f"#!/bin/sh\necho 'Cuda compilation tools, release {version}, V{version}.1'\n")
         nvcc.chmod(0o755)
+        flash._find_nvcc.cache_clear()
         return nvcc
 
     monkeypatch.setenv("CUDA_HOME", str(tmp_path / "home"))
