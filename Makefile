@@ -1,6 +1,7 @@
 # make bench   run every stage that runs here, compare, draw plots (options: ARGS="--seqlens 512,1024")
 # make test    run all tests, on a GPU too if there is one         (some: ARGS="-k flash2")
-# make lab     open the notebooks
+# make lab     open Jupyter
+# make readme  renew README's tables, from the stages and results/
 # make clean   delete what was built; make distclean: the virtual environment too
 #
 # The first of them makes a virtual environment in .venv from requirements.txt.

@@ -52,7 +52,7 @@ PEERS = {"math": SDPBackend.MATH, "flash": SDPBackend.FLASH_ATTENTION,
 SECONDS_A_CASE = 0.5
 MOST_REPETITIONS = 200
 COLUMNS = ("stage", "time (ms)", "TFLOP/s", "% of ceiling", "x naive", "scratch memory", "max error")
-SIMULATED = "No GPU here: the stages' times are the simulator's, on the CPU. They say nothing of a GPU's."
+SIMULATED = "No GPU here: the stages' times are the simulator's, on the CPU. They say nothing about a GPU's."
 
 
 # ---------------------------------------------------------------------------------------- what is compared
@@ -269,7 +269,8 @@ def ceiling(args: argparse.Namespace) -> dict:
 
 
 def edit_to_result(args: argparse.Namespace) -> float:
-    """Seconds from saving an edited stage to its result, in a Python process that has run it before."""
+    """Seconds from saving an edited stage to its result, in a Python process that has run it before. (Each
+    bench leaves two builds behind that nothing uses again: make clean.)"""
     q, k, v = random_inputs(128, args)
     with tempfile.TemporaryDirectory() as folder:
         mine = Path(folder, args.stages[-1].path.name)
@@ -402,8 +403,9 @@ def show(data: dict, files: list[Path]) -> None:
     if data["note"]:
         console.print(data["note"], style="yellow")
     console.print(table)
-    console.print(f"Ceiling: {data['ceiling']['what']}: {number(data['ceiling']['tflops'])} TFLOP/s. "
-                  "Max error: against float64.", soft_wrap=True)
+    half = "; causal: half of that" * data["shape"]["causal"]
+    console.print(f"FLOPs: 4 B H N N d{half}. Max error: against float64.")
+    console.print(f"Ceiling: {data['ceiling']['what']}: {number(data['ceiling']['tflops'])} TFLOP/s.")
     if data["edit_to_result_s"]:
         console.print(f"From saving an edited stage to its result: {data['edit_to_result_s']:.1f} s.")
     for result in data["results"]:
@@ -416,7 +418,7 @@ def show(data: dict, files: list[Path]) -> None:
 
 
 def plot(data: dict, file: Path, label: str, value: Callable[[dict], float], scale: str = "log") -> None:
-    """One line a stage and peer (dashed) against N. Markers get smaller, so that lines that coincide show."""
+    """One line per stage and peer (dashed) against N. Markers shrink, so that lines that coincide show."""
     figure, axes = plt.subplots(figsize=(9, 5.5), layout="constrained")
     colours = {"stage": itertools.cycle(f"C{i}" for i in range(10)),
                "peer": itertools.cycle(("black", "dimgrey", "darkgrey", "saddlebrown"))}
@@ -428,8 +430,8 @@ def plot(data: dict, file: Path, label: str, value: Callable[[dict], float], sca
                   marker="os^Dvp*XP<>h"[i % 12], markersize=12 - 7 * i / len(lines), markerfacecolor="none")
     axes.set_xscale("log")
     axes.set_xticks(lengths(data), map(str, lengths(data)))
-    axes.set_yscale(scale)
-    if scale == "log":
+    if scale == "log" and any(result["status"] == "ok" for result in data["results"]):
+        axes.set_yscale(scale)
         axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
         axes.yaxis.set_major_formatter(FuncFormatter(lambda y, _: f"{y:,g}"))
     axes.minorticks_off()
@@ -470,9 +472,11 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     add("--pass", dest="direction", choices=["fwd"], default="fwd", help="there is no backward pass yet")
     add("--stages", metavar="A,B", help="by name (python flash.py lists them); default: all that run here")
     add("--seqlens", metavar="N,N", type=positive_integers, help="default: 512 to 4096, or 64 to 256 on CPU")
-    add("--batch", metavar="B", type=int, default=4 if gpu else 1)
-    add("--heads", metavar="H[:H_kv]", default="12" if gpu else "2", help="of Q, and of K and V if fewer")
-    add("--head-dim", metavar="d", type=int, default=64, help=f"a multiple of 8, to {flash.MAX_HEAD_DIM}")
+    add("--batch", metavar="B", type=int, default=4 if gpu else 1, help="default: %(default)s")
+    add("--heads", metavar="H[:H_kv]", default="12" if gpu else "2",
+        help="of Q, and of K and V if fewer; default: %(default)s")
+    add("--head-dim", metavar="d", type=int, default=64,
+        help=f"a multiple of 8, to {flash.MAX_HEAD_DIM}; default: %(default)s")
     add("--causal", action=argparse.BooleanOptionalAction, default=True, help="default: --causal")
     add("--dtype", default="fp32", help=f"of {', '.join(flash.DTYPES)}; default: fp32")
     add("--peers", metavar="A,B", default=",".join(PEERS) if gpu else "math",

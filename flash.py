@@ -38,7 +38,7 @@ import simulator
 ROOT = Path(__file__).resolve().parent
 STAGES = ROOT / "stages"
 SYSTEM_CUDA = Path("/usr/local/cuda")
-BUILD = Path(os.environ.get("FLASH_BUILD_DIR", ROOT / "build")).resolve()
+BUILD = Path(os.environ.get("FLASH_BUILD_DIR") or ROOT / "build").resolve()
 
 MAX_HEAD_DIM = 256
 DTYPES = {"fp32": torch.float32}          # by their name in a stage's header
@@ -116,8 +116,9 @@ class Stage:
             ValueError: if the stage does not know a tile by this name, or cannot use its size.
         """
         for name, size in chosen.items():
-            if not isinstance(size, int) or isinstance(size, bool) or not 1 <= size <= 1024:
+            if isinstance(size, bool) or not hasattr(size, "__index__") or not 1 <= size <= 1024:
                 raise ValueError(f"{name} must be an integer from 1 to 1024, not {size!r}")
+            chosen[name] = operator.index(size)
         return dict(self._fitting_tiles(d, shared_memory, tuple(chosen.items())))
 
     @functools.cache  # some 100 us, in every call of attention()
@@ -150,29 +151,9 @@ class Stage:
         return ""
 
 
-_OPERATORS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul,
-              ast.FloorDiv: operator.floordiv, ast.Mod: operator.mod, ast.Eq: operator.eq,
-              ast.Lt: operator.lt, ast.LtE: operator.le, ast.Gt: operator.gt, ast.GtE: operator.ge}
-
-
 def _evaluate(expression: str, **names: int) -> int:
-    """The value of an expression in a stage's header: integers, names, + - * // %, comparisons, min, max."""
-    def value(node: ast.AST) -> int:
-        match node:
-            case ast.Constant(value=int(number)):
-                return number
-            case ast.Name(id=name) if name in names:
-                return names[name]
-            case ast.BinOp(left=left, op=op, right=right) if type(op) in _OPERATORS:
-                return _OPERATORS[type(op)](value(left), value(right))
-            case ast.Compare(left=left, ops=[op], comparators=[right]) if type(op) in _OPERATORS:
-                return _OPERATORS[type(op)](value(left), value(right))
-            case ast.Call(func=ast.Name(id="min" | "max" as name), args=args):
-                return (min if name == "min" else max)(map(value, args))
-        raise ValueError(f"a stage's header says {expression!r}, "
-                         f"which is no expression in {', '.join(names)}")
-
-    return value(ast.parse(expression.strip(), mode="eval").body)
+    """The value of an expression in a stage's header, in these names, min and max."""
+    return eval(expression, {"__builtins__": {}, "min": min, "max": max}, names)
 
 
 def read_stage(path: Path) -> Stage:
@@ -189,24 +170,44 @@ def read_stage(path: Path) -> Stage:
 
 @functools.cache
 def _read_stage(path: Path, modified: int) -> Stage:
-    header = re.match(r"(?://.*\n)*", path.read_text())[0]
-    title = re.match(r"// Forward stage (\d+): (\w+)", header)
+    header = re.match(r"\ufeff?(?://.*\n)*", path.read_text(errors="replace"))[0]
+    title = re.match(r"\ufeff?// Forward stage (\d+): (\w+)", header)
     fields = dict(re.findall(r"^// (idea|types|needs|deterministic|tiles|limits|shared): *(.*)$",
                              header, re.M))
     types = re.split(r",\s*", fields.get("types", "fp32"))
     if unknown := set(types) - set(DTYPES):
         raise ValueError(f"{path}: types: {', '.join(unknown)} not among {', '.join(DTYPES)}")
-    return Stage(
-        number=int(title[1]) if title else 0, name=title[2] if title else path.stem, direction="fwd",
-        path=path, idea=fields.get("idea", ""), dtypes=tuple(DTYPES[t] for t in types),
-        needs=fields.get("needs", "any GPU"), deterministic=fields.get("deterministic", "yes") == "yes",
+    if not re.fullmatch(r"any GPU|sm_\d\d+a?", needs := fields.get("needs", "any GPU")):
+        raise ValueError(f"{path}: needs: {needs!r} is neither 'any GPU' nor a capability, such as sm_80")
+    in_ladder = title and path.parent == STAGES
+    stage = Stage(
+        number=int(title[1]) if in_ladder else 0, name=title[2] if in_ladder else path.stem, direction="fwd",
+        path=path, idea=fields.get("idea", ""), dtypes=tuple(DTYPES[t] for t in types), needs=needs,
+        deterministic=fields.get("deterministic", "yes") == "yes",
         tile_rules=fields.get("tiles", "Br=32 Bc=32"), limits=fields.get("limits", ""),
         shared=fields.get("shared", "0"))
+    try:
+        if sorted(tiles := stage.default_tiles(64)) != ["Bc", "Br"]:
+            raise ValueError("tiles: must give Br and Bc, as in Br=64 Bc=32; d > 128: Br=16 Bc=32")
+        stage._tile_problem(64, 0, tiles)
+    except Exception as error:  # whatever the expressions raise
+        raise ValueError(f"{path}: the header's tiles, limits or shared make no sense: {error}") from None
+    return stage
 
 
 def stages() -> list[Stage]:
-    """All stages of the repository, in the order of the ladder."""
-    return [read_stage(path) for path in sorted(STAGES.glob("fwd_[0-9]*.cuh"))]
+    """All stages of the repository, in the order of the ladder.
+
+    Raises:
+        ValueError: if two have the same name, or a header is not understood.
+    """
+    by_name: dict[str, Stage] = {}
+    for stage in map(read_stage, sorted(STAGES.glob("fwd_[0-9]*.cuh"))):
+        if stage.name in by_name:
+            raise ValueError(f"{stage.path.name} and {by_name[stage.name].path.name} are both called "
+                             f"{stage.name!r}: give one of them another name, in its first line")
+        by_name[stage.name] = stage
+    return list(by_name.values())
 
 
 def find_stage(stage: str | Path | Stage | None, dtype: torch.dtype, device: torch.device) -> Stage:
@@ -220,8 +221,9 @@ def find_stage(stage: str | Path | Stage | None, dtype: torch.dtype, device: tor
         known = {s.name: s for s in stages()}
         if stage not in known:
             close = difflib.get_close_matches(stage, known, n=1)
-            hint = (f" Did you mean {close[0]!r}?" if close
-                    else " For a file of your own, pass a pathlib.Path.")
+            is_file = stage.endswith(".cuh") or "/" in stage
+            hint = (" For a file of your own, pass a pathlib.Path." if is_file or not close
+                    else f" Did you mean {close[0]!r}?")
             raise ValueError(f"stage: there is no stage {stage!r}; there are {', '.join(known)}.{hint}")
         stage = known[stage]
     elif isinstance(stage, Path):
@@ -277,8 +279,11 @@ def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool
     Raises:
         ValueError: for arguments that do not fit, saying which and what would.
         RuntimeError: if the stage cannot be built or run here, and for errors of the kernel.
+
+    torch.compile cannot trace it yet: call it from a function decorated with @torch.compiler.disable.
     """
     _check_tensors(q, k, v)
+    _check_bool("causal", causal)
     diagonal = k.shape[2] - q.shape[2]
     o, lse = _forward(q, k, v, diagonal if causal else None, scale, stage, tiles)
     return (o, lse) if return_lse else o
@@ -300,6 +305,7 @@ def scaled_dot_product_attention(query: torch.Tensor, key: torch.Tensor, value: 
     if dropout_p != 0.0:
         raise ValueError("dropout_p: the stages know no dropout; pass 0.0")
     _check_tensors(query, key, value, ("query", "key", "value"))
+    _check_bool("is_causal", is_causal)
     if query.shape[1] != key.shape[1] and not enable_gqa:
         raise ValueError(f"query has {query.shape[1]} heads and key {key.shape[1]}: pass enable_gqa=True")
     return _forward(query, key, value, 0 if is_causal else None, scale, stage, {})[0]
@@ -324,6 +330,11 @@ def _check_tensors(q, k, v, names: tuple[str, str, str] = ("q", "k", "v")) -> No
             raise ValueError(f"{name} is on {x.device}, {names[0]} on {q.device}: move them to one device")
         if x.layout != torch.strided:
             raise ValueError(f"{name} has layout {x.layout}: make it dense with .to_dense()")
+        if max(x.shape) > 2**31 - 1:
+            raise ValueError(f"{name} has shape {tuple(x.shape)}; the kernels count up to 2^31 - 1")
+        if not _has_memory(x):
+            raise ValueError(f"{name} is a {type(x).__name__} without memory of its own, as in torch.func or "
+                             "while torch.export traces: pass a plain tensor")
     B, H, _, d = q.shape
     if d % 8 or d > MAX_HEAD_DIM:
         raise ValueError(f"{names[0]} has d = {d}; d must be a multiple of 8 up to {MAX_HEAD_DIM}: pad all "
@@ -353,6 +364,18 @@ def _check_tensors(q, k, v, names: tuple[str, str, str] = ("q", "k", "v")) -> No
                            "torch.no_grad(), or pass tensors after .detach()")
 
 
+def _check_bool(name: str, value) -> None:
+    if not isinstance(value, (bool, int)):
+        raise ValueError(f"{name} must be True or False, not {value!r}")
+
+
+def _has_memory(x: torch.Tensor) -> bool:
+    try:
+        return x.data_ptr() != 0
+    except RuntimeError:
+        return False
+
+
 class _Tensor(ctypes.Structure):
     """struct Tensor of stages/common/tensor.cuh."""
 
@@ -374,9 +397,12 @@ class _FwdParams(ctypes.Structure):
 def _forward(q, k, v, diagonal: int | None, scale: float | None, stage, tiles: dict):
     """(o, L) by a stage, for tensors that _check_tensors passed. diagonal: None for no mask."""
     B, H, N_q, d = q.shape
-    scale = 1 / math.sqrt(d) if scale is None else scale
-    if not isinstance(scale, (int, float)) or not math.isfinite(scale):
-        raise ValueError(f"scale must be a finite number, not {scale!r}")
+    try:
+        scale = ctypes.c_float(1 / math.sqrt(d) if scale is None else scale).value
+    except (TypeError, ValueError, OverflowError):
+        raise ValueError(f"scale must be a number, not {scale!r}") from None
+    if not math.isfinite(scale):
+        raise ValueError("scale must be finite in float32")
     stage = find_stage(stage, q.dtype, q.device)
     tiles = stage.tiles(d, shared_memory_per_block(q.device), **tiles)
     library = _library(stage, definitions(stage, q.dtype, d, diagonal is not None, tiles), q.device)
@@ -445,8 +471,9 @@ def build(source: Path, device: torch.device, macros: dict[str, str | Path] | No
     """
     macros = macros or {}
     files = source_files(source, *(value for value in macros.values() if isinstance(value, Path)))
-    compile_ = _build_for_gpu if device.type == "cuda" else _build_for_cpu
-    return compile_(name or source.stem, files, macros, device)
+    if device.type == "cuda":
+        return _build_for_gpu(name or source.stem, files, macros, torch.cuda.get_device_capability(device))
+    return _build_for_cpu(name or source.stem, files, macros)
 
 
 def _debug() -> bool:
@@ -463,7 +490,7 @@ def source_files(*files: Path) -> list[Path]:
         if file in found:
             continue
         found.append(file)
-        for name in re.findall(r'^\s*#\s*include\s*"([^"]+)"', file.read_text(), re.M):
+        for name in re.findall(r'^\s*#\s*include\s*"([^"]+)"', file.read_text(errors="replace"), re.M):
             places = (folder / name for folder in (file.parent, ROOT, STAGES))
             waiting += [place.resolve() for place in places if place.is_file()][:1]
     return found
@@ -472,12 +499,13 @@ def source_files(*files: Path) -> list[Path]:
 def _name(prefix: str, files: list[Path], *rest) -> str:
     """A name for a build, with a hash of everything that goes into it."""
     digest = hashlib.sha256(repr(rest).encode())
+    prefix = re.sub(r"\W", "_", prefix)
     for file in files:
         digest.update(f"{file}\0".encode() + file.read_bytes())
     return f"{prefix}_{digest.hexdigest()[:16]}"
 
 
-def _build_for_cpu(name: str, files: list[Path], macros: dict[str, str | Path], device: torch.device) -> Path:
+def _build_for_cpu(name: str, files: list[Path], macros: dict[str, str | Path]) -> Path:
     if missing := simulator.missing_compiler():
         raise RuntimeError(missing)
     runtime = _build_simulator()
@@ -507,9 +535,8 @@ def _build_simulator() -> Path:
                   cflags=["-std=c++17", "-O2", "-g", "-fno-strict-aliasing"], ldflags=["-ldl", "-pthread"])
 
 
-def _build_for_gpu(name: str, files: list[Path], macros: dict[str, str | Path], device: torch.device) -> Path:
+def _build_for_gpu(name: str, files: list[Path], macros: dict[str, str | Path], capability: tuple) -> Path:
     nvcc = find_nvcc(torch.version.cuda)
-    capability = torch.cuda.get_device_capability(device)
     arch = f"{capability[0]}{capability[1]}" + "a" * (capability[0] == 9)  # sm_90a: Hopper's own too
     flags = [f"-gencode=arch=compute_{arch},code=sm_{arch}", "-std=c++17", "-lineinfo",
              f"-I{ROOT}", f"-I{STAGES}",  # -U in what follows: torch's load() defines them
@@ -563,10 +590,11 @@ def _build(name: str, sources, macros: dict[str, str | Path], cflags=(), cuda_cf
         return library
     try:
         folder.mkdir(parents=True, exist_ok=True)
+        lock = open(folder / "flash_lock", "w")
     except OSError as error:
         raise RuntimeError(f"cannot write to the build folder {BUILD} ({error.strerror}): "
                            "set FLASH_BUILD_DIR to another one") from None
-    with open(folder / "flash_lock", "w") as lock:
+    with lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if _is_built(name):
             return library

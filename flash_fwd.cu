@@ -2,7 +2,7 @@
 // compiled; the stage to compile comes in as a macro, and so do its compile-time constants:
 //
 //   nvcc -DSTAGE_FILE='"stages/fwd_04_flash2.cuh"' -DELEMENT=float -DHEAD_DIM=64 -DCAUSAL=1 -DBLOCK_R=64 \
-//        -DBLOCK_C=64 -I. -Istages -shared -Xcompiler -fPIC flash_fwd.cu
+//        -DBLOCK_C=64 -arch=sm_80 -cubin -Xptxas -v flash_fwd.cu
 //
 // flash.py passes them, builds on first use and calls flash_fwd(). Nothing here needs PyTorch's headers: a
 // build takes a second.
@@ -12,8 +12,8 @@
 //   S = scale * Q K^T      P = softmax(S)      O = P V      L_i = log(sum_j exp(S_ij))
 //
 // Notation (that of the papers):
-//   Q, O      (B, H, N_q, d)      one row a query
-//   K, V      (B, H_kv, N_k, d)   one row a key; query head h reads head h / (H / H_kv) (GQA; MQA: H_kv = 1)
+//   Q, O      (B, H, N_q, d)      one row per query
+//   K, V      (B, H_kv, N_k, d)   one row per key; query head h reads h / (H / H_kv) (GQA; MQA: H_kv = 1)
 //   L         (B, H, N_q)         log-sum-exp of a row of S: all that the backward pass needs to make P again
 //   S, P      (N_q, N_k)          scores and probabilities of one head
 //   Br, Bc    rows of a tile of Q (and O), rows of a tile of K and V; a tile of S is Br x Bc

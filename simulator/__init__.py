@@ -51,7 +51,7 @@ def compile_flags(debug: bool) -> list[str]:
     the page that ends a thread's stack into the stack of another one.
     """
     return ["-std=c++17", *(["-O0", "-g3"] if debug else ["-O2", "-g", "-march=native"]), "-gdwarf-4",
-            "-fno-strict-aliasing", "-fwrapv", "-fstack-clash-protection",
+            "-fno-strict-aliasing", "-fwrapv", "-fno-finite-loops", "-fstack-clash-protection",
             "-Wno-unknown-pragmas", "-Wno-attributes", f"-I{INCLUDE}"]
 
 
@@ -83,7 +83,8 @@ def translate_files(targets: dict[Path, Path]) -> None:
     """
     for file, target in targets.items():
         target.parent.mkdir(parents=True, exist_ok=True)
-        target.write_text(translate(file.read_text(), str(file)))
+        text = file.read_text(errors="surrogateescape")
+        target.write_text(translate(text, str(file)), errors="surrogateescape")
 
 
 def resolve_addresses(report: str) -> str:

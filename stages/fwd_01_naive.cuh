@@ -9,9 +9,9 @@
 // Attention as it stands in the formula, one kernel for each of its three steps (Algorithm 0 of the
 // FlashAttention-1 paper):
 //
-//   scores_kernel    S = scale * Q K^T     one thread an element of S
-//   softmax_kernel   P = softmax(S)        one thread a row; P overwrites S
-//   output_kernel    O = P V               one thread an element of O
+//   scores_kernel    S = scale * Q K^T     one thread per element of S
+//   softmax_kernel   P = softmax(S)        one thread per row; P overwrites S
+//   output_kernel    O = P V               one thread per element of O
 //
 // Everything between the steps goes through HBM: S is written, read three times and overwritten by P, and P
 // is read again. Nothing is kept on the chip on purpose; what reuse there is, the caches find.
@@ -60,7 +60,7 @@ __global__ void softmax_kernel(FwdParams p, float* S) {
   p.L[row] = l == 0.f ? -INFINITY : m + logf(l);
 }
 
-// O = P V. Here the lanes of a warp hold neighbouring columns of V and O: every load of V is one line of HBM.
+// O = P V. Here the lanes of a warp hold neighbouring columns of V and O: every load of V is one cache line.
 __global__ void output_kernel(FwdParams p, const float* P) {
   const int Tr = ceil_div(p.N_q, Br), Td = ceil_div(d, Bc);
   const int c = blockIdx.x % Td, i = blockIdx.x / Td % Tr, bh = blockIdx.x / Td / Tr;

@@ -6,18 +6,18 @@
 // limits:  Br % 8 == 0; Bc % 32 == 0; (Br // 8) * (Bc // 32) <= 64
 // shared:  4 * (Bc * d + max(Br * d + Bc, Br * Bc))
 //
-// The three steps stay; what changes is who works on what. A block stages a tile of each operand in shared
+// The three steps stay; what changes is who works on what. A block copies a tile of each operand to shared
 // memory, once, and all of its threads read it from there: each number of K comes from HBM Tr times instead
-// of N_q times, each number of Q Tc times.
+// of N_q times, each number of Q Tc times instead of N_k times.
 //
-// The layout, which all fp32 stages up to 4 keep. A block has 8 warps; a warp owns Br / 8 whole rows of the
-// tile, and its lanes share the columns: lane t has columns t, t + 32, ... of S, and of O.
+// The layout, which all fp32 stages up to 4 keep: a block has 8 warps; a warp owns Br / 8 whole rows of the
+// tile, and its lanes share the columns. Lane t has columns t, t + 32, ... of S, and of O.
 //
 //             columns of S_ij            A row never leaves its warp. So its maximum and its sum are
-//             0  1  2 ...  31            shuffles (common/warp.cuh), and no warp waits for others but at
-//   warp 0    t0 t1 t2 ... t31  row 0    the next tile. In registers, a thread has a rows x cols piece of
-//             t0 t1 t2 ... t31  row 1    S. One number of K, read from shared memory, is used for all
-//   warp 1    t0 t1 t2 ... t31  row 2    `rows` of them.
+//             0  1  2 ...  31            shuffles inside the warp (common/warp.cuh), and warps wait for
+//   warp 0    t0 t1 t2 ... t31  row 0    each other only when a tile is loaded. In registers, a thread
+//             t0 t1 t2 ... t31  row 1    has rows x cols numbers of S: one number of K, read from shared
+//   warp 1    t0 t1 t2 ... t31  row 2    memory, is used for all of its rows.
 //
 // In shared memory, K's rows lie d + 1 floats apart: 32 lanes read the same k of 32 rows, and d + 1 is odd,
 // so that these fall into 32 different banks. With d, a multiple of 8, they would fall into 4 at best, one
@@ -25,9 +25,10 @@
 //
 // Changed from naive: all three kernels, and more lines than in any later fp32 stage, as the layout is new.
 //
-// Bound by waiting: a block loads its tiles, and only then multiplies; with the few warps that the registers
-// leave room for, nobody else has work meanwhile. softmax_kernel, which has nothing to multiply, comes near
-// the bandwidth of L2 and HBM, and S and P still cross HBM five times.
+// Bound by waiting: a block loads its tiles, and only then multiplies; the registers leave room for few
+// warps, so that no others are there to multiply meanwhile. softmax_kernel, which has nothing to multiply,
+// reaches more than half of HBM's bandwidth. And N x N numbers still cross HBM four times: S is written and
+// read, P is written and read. (softmax_kernel reads S three times, and finds it in the caches twice.)
 #pragma once
 #include "common/launch.cuh"
 #include "common/tile.cuh"
@@ -36,18 +37,19 @@
 constexpr int d = HEAD_DIM;
 constexpr int Br = BLOCK_R, Bc = BLOCK_C;
 constexpr int warps = 8, threads = 32 * warps;
-constexpr int rows = Br / warps;          // of a tile, that a warp owns
-constexpr int cols = Bc / 32;             // of S, that a lane has
-constexpr int dims = (d + 31) / 32;       // of O, that a lane has
+constexpr int rows = Br / warps;          // rows of a tile per warp
+constexpr int cols = Bc / 32;             // columns of S per lane
+constexpr int dims = (d + 31) / 32;       // columns of O per lane
 
-// S (B, H, N_q, N_k) = scale * Q K^T, a tile S_ij a block
+// S (B, H, N_q, N_k) = scale * Q K^T, one tile S_ij per block. The 2: two blocks are to fit on a
+// multiprocessor, so a thread may have 128 registers.
 __global__ void __launch_bounds__(threads, 2) scores_kernel(FwdParams p, float* S) {
   const int Tr = ceil_div(p.N_q, Br), Tc = ceil_div(p.N_k, Bc);
   const int j = blockIdx.x % Tc, i = blockIdx.x / Tc % Tr, bh = blockIdx.x / Tc / Tr;
   const int b = bh / p.H, h = bh % p.H, h_kv = h / (p.H / p.H_kv);
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
 
-  extern __shared__ float smem[];
+  extern __shared__ float smem[];         // as large as the launch says; cut up by hand
   float* Q_smem = smem;                   // Br x d
   float* K_smem = Q_smem + Br * d;        // Bc x d, rows d + 1 apart
   load_tile(Q_smem, d, p.Q.head(b, h), p.Q.stride_n, i * Br, Br, p.N_q);
@@ -57,7 +59,7 @@ __global__ void __launch_bounds__(threads, 2) scores_kernel(FwdParams p, float* 
   float S_reg[rows][cols] = {};
   for (int k = 0; k < d; k++) {
     for (int c = 0; c < cols; c++) {
-      const float key = K_smem[(lane + 32 * c) * (d + 1) + k];   // one a lane; Q's: one for all
+      const float key = K_smem[(lane + 32 * c) * (d + 1) + k];   // a key per lane; Q: all the same
       for (int r = 0; r < rows; r++) S_reg[r][c] += Q_smem[(warp * rows + r) * d + k] * key;
     }
   }
@@ -72,8 +74,7 @@ __global__ void __launch_bounds__(threads, 2) scores_kernel(FwdParams p, float* 
   }
 }
 
-// P = exp(S - m) / l, a row a warp: its lanes read neighbouring columns, and combine what they found by
-// shuffles.
+// P = exp(S - m) / l, one row per warp. Its lanes read neighbouring columns, and combine by shuffles.
 __global__ void __launch_bounds__(threads, 2) softmax_kernel(FwdParams p, float* S) {
   const int64_t row = (int64_t)blockIdx.x * warps + threadIdx.x / 32;   // of B * H * N_q
   const int lane = threadIdx.x % 32;
@@ -91,7 +92,7 @@ __global__ void __launch_bounds__(threads, 2) softmax_kernel(FwdParams p, float*
   if (lane == 0) p.L[row] = l == 0.f ? -INFINITY : m + logf(l);
 }
 
-// O = P V, a tile O_i a block, which walks along the tiles of P's rows and of V
+// O = P V, one tile O_i per block, which walks along the tiles of P's rows and of V
 __global__ void __launch_bounds__(threads, 2) output_kernel(FwdParams p, const float* P) {
   const int Tr = ceil_div(p.N_q, Br), Tc = ceil_div(p.N_k, Bc);
   const int i = blockIdx.x % Tr, bh = blockIdx.x / Tr;
@@ -118,7 +119,7 @@ __global__ void __launch_bounds__(threads, 2) output_kernel(FwdParams p, const f
 
     for (int col = 0; col < Bc; col++) {
       for (int c = 0; c < dims; c++) {
-        const float value = lane + 32 * c < d ? V_smem[col * d + lane + 32 * c] : 0.f;
+        const float value = lane + 32 * c < d ? V_smem[col * d + lane + 32 * c] : 0.f;   // d: 8, 16, 24, ...
         for (int r = 0; r < rows; r++) O_reg[r][c] += P_smem[(warp * rows + r) * Bc + col] * value;
       }
     }

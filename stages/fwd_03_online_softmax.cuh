@@ -15,28 +15,28 @@
 //   O_new = ( l e^(m - m_new) O + e^(m~ - m_new) P~ V_j ) / l_new                (line 12)
 //
 // So S_ij and P_ij need to exist for one tile at a time only, on the chip. The N x N matrix is gone from
-// HBM: the workspace is m and l, 8 bytes a row. That is the online softmax, and FlashAttention-1 is its
-// Algorithm 1 below, line by line.
+// HBM: the workspace is m and l, 8 bytes per row. That is the online softmax; the kernel below is
+// FlashAttention-1's Algorithm 1, line by line.
 //
 // Changed from tiled: its three kernels become one, so this step is larger than the others. Loading the
 // tiles, S_reg and the product P V are what they were; new are the two loops and lines 10 to 13.
 //
 // Bound by parallelism: the blocks are the heads, 48 at B4 H12, on a GPU with 132 multiprocessors, and one
 // block does not keep one of those busy. The loop over i cannot be split among blocks, as every j updates all
-// of O, which crosses HBM Tc times, read and written. flash2 turns the loops around.
+// of O, which is read from global memory and written back Tc times. flash2 turns the loops around.
 #pragma once
 #include "common/launch.cuh"
 #include "common/tile.cuh"
 #include "common/warp.cuh"
 
 constexpr int d = HEAD_DIM;
-constexpr int Br = BLOCK_R, Bc = BLOCK_C;
+constexpr int Br = BLOCK_R, Bc = BLOCK_C; // 1: the paper derives them from M, the size of shared memory
 constexpr int warps = 8, threads = 32 * warps;
-constexpr int rows = Br / warps;          // of a tile, that a warp owns
-constexpr int cols = Bc / 32;             // of S, that a lane has
-constexpr int dims = (d + 31) / 32;       // of O, that a lane has
+constexpr int rows = Br / warps;          // rows of a tile per warp
+constexpr int cols = Bc / 32;             // columns of S per lane
+constexpr int dims = (d + 31) / 32;       // columns of O per lane
 
-// One block a head. The numbers are the lines of Algorithm 1.
+// One block per head. The numbers are the lines of Algorithm 1.
 __global__ void __launch_bounds__(threads, 2) online_softmax_kernel(FwdParams p, float* m, float* l) {
   const int Tr = ceil_div(p.N_q, Br), Tc = ceil_div(p.N_k, Bc);          // 3, 4
   const int bh = blockIdx.x;
@@ -46,7 +46,7 @@ __global__ void __launch_bounds__(threads, 2) online_softmax_kernel(FwdParams p,
   m += (int64_t)bh * p.N_q;
   l += (int64_t)bh * p.N_q;
 
-  extern __shared__ float smem[];         // 1
+  extern __shared__ float smem[];
   float* Q_smem = smem;                   // Br x d
   float* K_smem = Q_smem + Br * d;        // Bc x d, rows d + 1 apart
   float* V_smem = K_smem + Bc * (d + 1);  // Bc x d
@@ -75,7 +75,7 @@ __global__ void __launch_bounds__(threads, 2) online_softmax_kernel(FwdParams p,
       float S_reg[rows][cols] = {};                                      // 9: S_ij = Q_i K_j^T
       for (int k = 0; k < d; k++) {
         for (int c = 0; c < cols; c++) {
-          const float key = K_smem[(lane + 32 * c) * (d + 1) + k];   // one a lane; Q's: one for all
+          const float key = K_smem[(lane + 32 * c) * (d + 1) + k];   // a key per lane; Q: all the same
           for (int r = 0; r < rows; r++) S_reg[r][c] += Q_smem[(warp * rows + r) * d + k] * key;
         }
       }
@@ -121,7 +121,7 @@ __global__ void __launch_bounds__(threads, 2) online_softmax_kernel(FwdParams p,
       for (int r = 0; r < rows; r++) {
         const int row = i * Br + warp * rows + r;
         if (row >= p.N_q) continue;
-        for (int c = 0; c < dims; c++) {                                 // 12: O_i to HBM
+        for (int c = 0; c < dims; c++) {                                 // 8, 12: O_i from HBM and back
           const int k = lane + 32 * c;
           if (k >= d || l_new[r] == 0.f) continue;                       // O stays 0 until the row sees a key
           float* o = O + row * p.O.stride_n + k;
@@ -133,7 +133,7 @@ __global__ void __launch_bounds__(threads, 2) online_softmax_kernel(FwdParams p,
         }
       }
     }                                                                    // 14
-  }                                                                      // 15
+  }                                                                      // 15, 16
 
   __syncthreads();
   for (int row = threadIdx.x; row < p.N_q; row += threads)               // beyond Algorithm 1: our L

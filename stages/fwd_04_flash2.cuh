@@ -16,19 +16,19 @@
 //   O / l at the end                                           (line 12)
 //   L     = m + log(l)                                         (line 13)
 //
-// Two more savings. O is kept unnormalised: one division at the end instead of one a tile. And P~ is taken
+// Two more savings. O is kept unnormalised: one division at the end instead of one per tile. And P~ is
 // relative to m_new at once, not to the tile's own maximum, so there is one factor to apply instead of two.
 //
-// Erratum: line 10 of the paper's Algorithm 1 has diag(e^(m - m_new))^-1 O. The inverse is a mistake: a
-// maximum that grows makes the old terms smaller. tests/ run it as printed and see it fail.
+// Erratum: line 10 of the paper's Algorithm 1 has diag(e^(m - m_new))^-1 O. The inverse is a mistake: when
+// the maximum grows, the old terms get smaller. tests/test_mutants.py runs it as printed and sees it fail.
 //
-// Changed from online_softmax: the order of the loops, and where O, m and l live. (And three blocks share a
-// multiprocessor, whose registers then allow 80 a thread.)
+// Changed from online_softmax: the order of the loops, and where O, m and l live. (And three blocks are to
+// fit on a multiprocessor, so a thread may have 80 registers.)
 //
-// Bound by shared memory, which is busy most of the time, the multipliers a quarter of it: in the product
-// Q K^T a warp reads `rows` numbers of Q and `cols` * 32 of K for rows * cols * 32 multiplications, and the
-// same again for P V. Larger pieces a thread, read four numbers at a time, would need fewer loads. And of a
-// causal tile on the diagonal all is computed, half of it in vain.
+// Bound by shared memory, which is busy 60 % of the time, while the multipliers are busy a quarter of it: in
+// Q K^T a warp reads `rows` numbers of Q and 32 * cols of K for rows * 32 * cols multiplications; in P V,
+// `rows` of P and 32 * dims of V for rows * 32 * dims. Larger pieces per thread, read four numbers at a
+// time, would need fewer loads. And on the diagonal a causal tile is computed whole, half of it in vain.
 #pragma once
 #include "common/launch.cuh"
 #include "common/tile.cuh"
@@ -37,11 +37,11 @@
 constexpr int d = HEAD_DIM;
 constexpr int Br = BLOCK_R, Bc = BLOCK_C;
 constexpr int warps = 8, threads = 32 * warps;
-constexpr int rows = Br / warps;          // of a tile, that a warp owns
-constexpr int cols = Bc / 32;             // of S, that a lane has
-constexpr int dims = (d + 31) / 32;       // of O, that a lane has
+constexpr int rows = Br / warps;          // rows of a tile per warp
+constexpr int cols = Bc / 32;             // columns of S per lane
+constexpr int dims = (d + 31) / 32;       // columns of O per lane
 
-// One block a tile of Q. The numbers are the lines of Algorithm 1.
+// One block per tile of Q. The numbers are the lines of Algorithm 1.
 __global__ void __launch_bounds__(threads, 3) flash2_kernel(FwdParams p) {
   const int Tr = ceil_div(p.N_q, Br);                                    // 1, 2
   const int i = blockIdx.x % Tr, bh = blockIdx.x / Tr;                   // 3
@@ -73,7 +73,7 @@ __global__ void __launch_bounds__(threads, 3) flash2_kernel(FwdParams p) {
     float S_reg[rows][cols] = {};                                        // 8: S_ij = Q_i K_j^T
     for (int k = 0; k < d; k++) {
       for (int c = 0; c < cols; c++) {
-        const float key = K_smem[(lane + 32 * c) * (d + 1) + k];   // one a lane; Q's: one for all
+        const float key = K_smem[(lane + 32 * c) * (d + 1) + k];   // a key per lane; Q: all the same
         for (int r = 0; r < rows; r++) S_reg[r][c] += Q_smem[(warp * rows + r) * d + k] * key;
       }
     }

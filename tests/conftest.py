@@ -18,15 +18,37 @@ def device(request) -> str:
     return request.param
 
 
+GUARD_BYTES = 1 << 16
+
+
 @contextlib.contextmanager
 def poisoned():
-    """Inside, torch.empty returns NaN, so that an output that a kernel forgets to write shows."""
-    torch.use_deterministic_algorithms(True, warn_only=True)  # a condition of the next line
-    torch.utils.deterministic.fill_uninitialized_memory = True
+    """Inside, torch.empty and torch.empty_like give memory that starts as NaN, so that an output that a
+    kernel forgets to write shows; and at the end, nothing beside that memory may have changed."""
+    guarded = []
+    empty, empty_like = torch.empty, torch.empty_like
+
+    def poisoned_empty_like(x):
+        strides = empty_like(x, device="meta").stride()
+        extent = 1 + sum((size - 1) * stride for size, stride in zip(x.shape, strides)) if x.numel() else 0
+        size = extent * x.element_size() + 2 * GUARD_BYTES
+        data = torch.full([size], 0xA5, dtype=torch.uint8, device=x.device)
+        data[GUARD_BYTES:len(data) - GUARD_BYTES] = 0xFF  # NaN in every floating-point type
+        guarded.append(data)
+        inside = data[GUARD_BYTES:len(data) - GUARD_BYTES].view(x.dtype)
+        return inside.as_strided(x.shape, strides)
+
+    def poisoned_empty(*shape, dtype, device):
+        return poisoned_empty_like(empty(*shape, dtype=dtype, device=device))
+
+    torch.empty, torch.empty_like = poisoned_empty, poisoned_empty_like
     try:
         yield
     finally:
-        torch.use_deterministic_algorithms(False)
+        torch.empty, torch.empty_like = empty, empty_like
+    for data in guarded:
+        assert (data[:GUARD_BYTES] == 0xA5).all(), "the kernel wrote before the start of its memory"
+        assert (data[len(data) - GUARD_BYTES:] == 0xA5).all(), "the kernel wrote past the end of its memory"
 
 
 def reference(q, k, v, diagonal=None, scale=None):
@@ -73,3 +95,14 @@ def random_qkv(B, H, H_kv, N_q, N_k, d, device, dtype=torch.float32, seed=0):
     k = torch.randn(B, H_kv, N_k, d, generator=generator) * 1.1 + 0.1
     v = torch.randn(B, H_kv, N_k, d, generator=generator) * 0.7 - 0.3
     return (x.to(device, dtype) for x in (q, k, v))
+
+
+def qkv_with_gaps(device):
+    """q, k, v and the causal diagonal. Each tensor has its own gaps, of NaN, between heads and between rows."""
+    tensors = []
+    for x, gap in zip(random_qkv(2, 4, 2, 50, 70, 32, device), (1, 2, 3)):
+        B, H, N, d = x.shape
+        wide = torch.full((B, H + gap, N + 2 * gap, d + 4 * gap), torch.nan, device=device)
+        wide[:, :H, :N, :d] = x
+        tensors.append(wide[:, :H, :N, :d])
+    return *tensors, 20

@@ -3,6 +3,7 @@
 import re
 from pathlib import Path
 
+import numpy
 import pytest
 import torch
 from conftest import random_qkv
@@ -90,6 +91,20 @@ def test_devices_differ():
     refused(r"^k is on cuda:0, q on cpu: move them to one device", q, k.cuda(), v)
 
 
+def test_too_long():
+    endless = torch.zeros(8).expand(1, 1, 2**32 + 5, 8)
+    message = r"^k has shape \(1, 1, 4294967301, 8\); the kernels count up to 2\^31 - 1"
+    refused(message, q[:, :1, :, :8], endless, endless)
+
+
+def test_tensors_without_memory():
+    refused_ = "without memory of its own"
+    with pytest.raises(ValueError, match=refused_):
+        torch.vmap(flash.attention)(torch.zeros(2, 1, 1, 8, 8), *torch.zeros(2, 2, 1, 1, 8, 8))
+    with torch._subclasses.FakeTensorMode(), pytest.raises(ValueError, match=refused_):
+        flash.attention(*torch.zeros(3, 1, 1, 8, 8))
+
+
 def test_gradients_are_not_lost():
     x = q.clone().requires_grad_()
     refused(r"no backward pass yet.*torch.no_grad\(\).*\.detach\(\)", x, k, v, error=RuntimeError)
@@ -100,11 +115,15 @@ BAD_OPTIONS = {
         {"stage": "falsh2"},
         r"^stage: there is no stage 'falsh2'; there are naive, .*Did you mean 'flash2'\?",
     ),
-    "stage is a file name": ({"stage": "mine.cuh"}, r"pass a pathlib.Path"),
+    "stage is a file name": ({"stage": "flash2.cuh"}, r"For a file of your own, pass a pathlib.Path"),
     "stage's file": ({"stage": Path("/none/mine.cuh")}, r"^stage: there is no file /none/mine.cuh"),
     "stage's type": ({"stage": 4}, r"^stage must be a name, a pathlib.Path or a Stage, not int"),
-    "scale": ({"scale": float("nan")}, r"^scale must be a finite number, not nan"),
-    "scale's type": ({"scale": "big"}, r"^scale must be a finite number, not 'big'"),
+    "scale": ({"scale": float("nan")}, r"^scale must be finite in float32"),
+    "scale of fp32's infinity": ({"scale": 1e39}, r"^scale must be finite in float32"),
+    "scale without end": ({"scale": 10**400}, r"^scale must be a number, not 1000"),
+    "scale's type": ({"scale": "big"}, r"^scale must be a number, not 'big'"),
+    "causal": ({"causal": "no"}, r"^causal must be True or False, not 'no'"),
+    "tile True": ({"Br": True}, r"^Br must be an integer from 1 to 1024, not True"),
     "unknown tile": ({"Bq": 32}, r"^Bq: stage '\w+' has no such argument; its tile sizes are Br, Bc"),
     "tile's type": ({"Br": 32.0}, r"^Br must be an integer from 1 to 1024, not 32.0"),
     "tile of zero": ({"Bc": 0}, r"^Bc must be an integer from 1 to 1024, not 0"),
@@ -250,11 +269,45 @@ def test_available_compares_compute_capabilities(monkeypatch):
 
 def test_a_header_that_makes_no_sense_is_an_error(tmp_path):
     mine = tmp_path / "mine.cuh"
-    mine.write_text("// types: fp13\n")
-    with pytest.raises(ValueError, match="mine.cuh: types: fp13 not among fp32"):
-        flash.read_stage(mine)
-    mine.write_text("// limits: __import__('os').remove('x')\n")
-    refused("a stage's header says .* which is no expression", q, k, v, stage=mine)
+    for header, message in {
+        "types: fp13": "types: fp13 not among fp32",
+        "needs: Hopper": "needs: 'Hopper' is neither 'any GPU' nor a capability, such as sm_80",
+        "tiles: rubbish": "the header's tiles, limits or shared make no sense: tiles: must give Br and Bc",
+        "tiles: Br=16": "tiles: must give Br and Bc",
+        "tiles: d > : Br=16 Bc=32": "make no sense: invalid syntax",
+        "limits: Br %": "make no sense: invalid syntax",
+        "limits: Br % 0 == 0": "make no sense: integer modulo by zero",
+        "limits: __import__('os')": "make no sense: name '__import__' is not defined",
+        "shared: D * 4": "make no sense: name 'D' is not defined",
+        "shared:": "make no sense: invalid syntax",
+    }.items():
+        mine.write_text(f"// {header}\n")
+        refused(f"^{re.escape(str(mine))}: .*{re.escape(message)}", q, k, v, stage=mine)
+        mine.unlink()  # so that its time changes
+
+
+def test_numpys_numbers_will_do(monkeypatch):
+    """Sizes and scales come out of NumPy often."""
+    stage = {s.name: s for s in flash.stages()}["flash2"]
+    assert stage.tiles(64, 65536, Br=numpy.int64(32), Bc=numpy.int32(32)) == {"Br": 32, "Bc": 32}
+    monkeypatch.setattr(flash, "_library", lambda *_: pytest.fail("reached"))
+    with pytest.raises(pytest.fail.Exception, match="reached"):
+        flash.attention(q, k, v, scale=numpy.float32(0.1))
+
+
+def test_two_stages_of_one_name(monkeypatch, tmp_path):
+    for number in (1, 2):
+        (tmp_path / f"fwd_0{number}_mine.cuh").write_text(f"// Forward stage {number}: mine\n")
+    monkeypatch.setattr(flash, "STAGES", tmp_path)
+    with pytest.raises(ValueError, match="fwd_02_mine.cuh and fwd_01_mine.cuh are both called 'mine'"):
+        flash.stages()
+
+
+def test_a_file_of_ones_own_has_its_own_name(tmp_path):
+    """Also when it is a copy, header and all."""
+    mine = tmp_path / "mine.cuh"
+    mine.write_text(flash.stages()[-1].path.read_text())
+    assert flash.read_stage(mine).name == "mine"
 
 
 def test_table(capsys):

@@ -5,11 +5,12 @@ import random
 
 import pytest
 import torch
-from conftest import check, max_error, poisoned, random_qkv, reference
+from conftest import check, max_error, poisoned, qkv_with_gaps, random_qkv, reference
 
 import flash
 
 STAGES = [s.name for s in flash.stages()]
+DETERMINISTIC = [s.name for s in flash.stages() if s.deterministic]
 
 # B, H, H_kv, N_q, N_k, d, mask; N around and between the multiples of the tiles. "bottom": the last query
 # sees the last key (attention's causal); "top": query i sees key j <= i (scaled_dot_product_attention's).
@@ -40,10 +41,16 @@ def run(stage, q, k, v, mask=None, **options):
     return o, lse, k.shape[2] - q.shape[2] if mask else None
 
 
-def test_poison_is_nan():
+def test_poison_is_nan_and_guarded(device):
     with poisoned():
-        assert torch.empty(1000).isnan().all()
-        assert torch.empty(4000, dtype=torch.uint8).view(torch.float32).isnan().all()  # the workspace
+        assert torch.empty(3, 5, dtype=torch.float32, device=device).isnan().all()
+        like = torch.empty_like(torch.zeros(2, 3, 4, device=device).transpose(1, 2))
+        assert like.isnan().all() and like.shape == (2, 4, 3) and like.stride() == (12, 1, 4)
+        assert torch.empty(400, dtype=torch.uint8, device=device).view(torch.float32).isnan().all()
+    for outside, message in [(-1, "before the start"), (12, "past the end")]:
+        with pytest.raises(AssertionError, match=message), poisoned():
+            x = torch.empty(12, dtype=torch.float32, device=device)
+            x.as_strided([1], [1], x.storage_offset() + outside).zero_()
 
 
 @pytest.mark.parametrize("case", GRID, ids=lambda c: "-".join(map(str, c)))
@@ -99,6 +106,14 @@ def test_strides(stage, device):
 
 
 @pytest.mark.parametrize("stage", STAGES)
+def test_every_tensor_has_its_own_strides(stage, device):
+    """And NaN lies between what belongs to each."""
+    q, k, v, diagonal = qkv_with_gaps(device)
+    o, lse, _ = run(stage, q, k, v, "bottom")
+    check(o, lse, q, k, v, diagonal)
+
+
+@pytest.mark.parametrize("stage", STAGES)
 def test_many_heads(stage, device):
     """B * H above 65535, the limit of a grid's y and z. Small tiles, as the simulator runs every thread."""
     q, k, v = random_qkv(65536, 1, 1, 1, 2, 8, device)
@@ -136,7 +151,7 @@ def test_nan_stays_in_its_row(stage, device):
     assert not o.isnan().any()
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("stage", DETERMINISTIC)
 def test_bit_identical_every_run(stage, device, monkeypatch):
     """Over repetitions, and in the simulator also over the order in which threads and blocks run."""
     q, k, v = random_qkv(1, 4, 2, 70, 70, 32, device)

@@ -7,7 +7,7 @@ before it order the lanes too, so that a result is right without it. Only a race
 import re
 
 import pytest
-from conftest import check, poisoned, random_qkv
+from conftest import check, poisoned, qkv_with_gaps, random_qkv
 
 import flash
 
@@ -44,6 +44,15 @@ MUTANTS = [
     ("flash2", "sum not rescaled", r"alpha \* l\[r\]", "l[r]"),
     ("flash2", "causal: a tile of keys too few", r"\(i \+ 1\) \* Br \+ p.diagonal", "i * Br + p.diagonal"),
     ("flash2", "maximum of the lane, not of the row", r"m_new = warp_max\(m_new\);", ""),
+    *((stage, "V with the rows of K", r"p.V.stride_n", "p.K.stride_n") for stage in BY_NAME),
+    *((stage, "K with the rows of Q", r"p.K.stride_n", "p.Q.stride_n") for stage in BY_NAME),
+    *((stage, "O with the rows of V", r"p.O.stride_n", "p.V.stride_n") for stage in BY_NAME),
+    ("naive", "O past its end", r"row >= p.N_q \|\| k >= d", "k >= d"),
+    ("tiled", "O past its end", r"row < p.N_q && k < d", "k < d"),
+    ("online_softmax", "O past its end", r"if \(row >= p.N_q\) continue;", ""),
+    ("online_softmax", "workspace of half the size", r"return 2 \* sizeof", "return sizeof"),
+    ("flash2", "O past its end", r"if \(row >= p.N_q\) continue;", ""),
+    ("flash2", "O past its row", r"if \(k < d\) O", "O"),
 ]
 CASES = [
     (1, 2, 1, 70, 75, 24, "bottom"),
@@ -59,14 +68,15 @@ def survives(path, seeds=("",)) -> bool:
         with pytest.MonkeyPatch.context() as patch:
             if seed:
                 patch.setenv("FLASH_SIM_SEED", seed)
-            for *shape, mask in CASES:
-                q, k, v = random_qkv(*shape, "cpu")
-                diagonal = {None: None, "top": 0, "bottom": shape[4] - shape[3]}[mask]
+            cases = [(*random_qkv(*shape, "cpu"), {None: None, "top": 0, "bottom": shape[4] - shape[3]}[mask])
+                     for *shape, mask in CASES]
+            for q, k, v, diagonal in [*cases, qkv_with_gaps("cpu")]:
                 try:
                     with poisoned():
                         o, lse = flash._forward(q, k, v, diagonal, None, path, {})
                     check(o, lse, q, k, v, diagonal)
-                except (AssertionError, RuntimeError):
+                except (AssertionError, RuntimeError) as error:
+                    assert "building" not in str(error), error
                     return False
     return True
 

@@ -2,6 +2,10 @@
 
 import re
 import runpy
+import subprocess
+
+import pytest
+import test_nvcc
 
 import flash
 
@@ -38,3 +42,15 @@ def test_the_breakpoint_is_on_code():
     """README's gdb example stops at the line that computes S."""
     file, line = re.search(r"break (\S+):(\d+) if", README.read_text()).groups()
     assert "S_reg[r][c] +=" in (flash.STAGES / file).read_text().splitlines()[int(line) - 1]
+
+
+def test_the_compiler_command_of_flash_fwd_cu(tmp_path):
+    """As a reader would paste it."""
+    if not (nvcc := test_nvcc.NVCC):
+        pytest.skip(test_nvcc.WHY_NOT)
+    lines = (flash.ROOT / "flash_fwd.cu").read_text().splitlines()
+    start = next(i for i, line in enumerate(lines) if line.startswith("//   nvcc "))
+    command = " ".join(line.strip("/ \\") for line in lines[start:start + 2])
+    done = subprocess.run(f"{command.replace('nvcc', str(nvcc), 1)} -o {tmp_path}/out", shell=True,
+                          cwd=flash.ROOT, capture_output=True, text=True)
+    assert done.returncode == 0 and "registers" in done.stderr, done.stderr

@@ -631,11 +631,12 @@ finally:
 @pytest.mark.parametrize("os_threads", ["1", "2"])
 @pytest.mark.parametrize(
     "which, threads",
-    [(0, 64), (1, 64), (1, 1), (2, 64), (2, 1), (3, 64), (4, 64), (5, 64)],
+    [(0, 64), (1, 64), (1, 1), (2, 64), (2, 1), (3, 64), (4, 64), (5, 64), (6, 64), (7, 64)],
     ids=lambda x: str(x),
 )
 def test_ctrl_c_ends_an_endless_loop(which, threads, os_threads):
-    """A plain loop, barriers, barriers of a lone thread, __syncwarp, expf and logf, atomics, shuffles."""
+    """A plain loop, barriers, barriers of a lone thread, __syncwarp, expf and logf, atomics, shuffles,
+    printf, a loop that does nothing."""
     command = [sys.executable, "-c", ENDLESS, library("errors", "cpu")._name, str(which), "5", str(threads)]
     environment = os.environ | {
         "FLASH_SIM_THREADS": os_threads,  # and to load it without importing torch:

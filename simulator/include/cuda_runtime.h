@@ -21,3 +21,6 @@
 #include "sim/host.h"
 #include "sim/device.h"
 #include "sim/math.h"
+
+// A loop that prints without end spends its time in the C library, where no fiber can be abandoned.
+#define printf(...) (sim::sim_check_interrupt(), ::printf(__VA_ARGS__))

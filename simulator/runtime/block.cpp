@@ -63,6 +63,10 @@ void wake(Fiber* fiber, bool next) {
   else worker->ready.push_back(fiber);
 }
 
+extern "C" void sim_check_interrupt() {
+  if (worker && worker->current && interrupted()) fail("interrupted");
+}
+
 extern "C" void sim_yield() {
   worker->ready.push_back(worker->current);
   give_way();

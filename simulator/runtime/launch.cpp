@@ -22,8 +22,8 @@ static thread_local std::string report;                        // of the last er
 static std::mutex mutex;                                       // guards what follows
 static std::unordered_map<const void*, int> opted_in_shared;   // cudaFuncSetAttribute, by kernel
 static std::vector<Worker*> idle_workers;                      // kept for their stacks
-static std::vector<pthread_t> running_threads;
 static int running_launches = 0;
+static std::atomic<pthread_t> running_threads[256];            // read by the signal handler; 0: free
 static std::atomic<bool> stop_requested;                       // Ctrl-C
 
 bool interrupted() { return stop_requested.load(std::memory_order_relaxed); }
@@ -97,8 +97,9 @@ static void on_signal(int signal, siginfo_t* info, void* context) {
     const bool passed_on = !first;
 #endif
     if (first || !passed_on)
-      for (pthread_t thread : running_threads)
-        if (!pthread_equal(thread, pthread_self())) pthread_kill(thread, SIGINT);
+      for (const auto& slot : running_threads)
+        if (pthread_t thread = slot; thread && !pthread_equal(thread, pthread_self()))
+          pthread_kill(thread, SIGINT);
     if (in_kernel_code(pc)) abandon_block(describe(*worker) + source_line(pc) + ": interrupted");
     return;                                    // elsewhere: at the fiber's next wait
   }
@@ -154,6 +155,21 @@ struct SignalStack {
   ~SignalStack() { sigaltstack(&before, nullptr); }
 };
 
+// While it exists, Ctrl-C is passed on to this OS thread. (From the 257th thread on it is not.)
+struct RunningThread {
+  std::atomic<pthread_t>* mine = nullptr;
+  RunningThread() {
+    for (auto& slot : running_threads)
+      if (pthread_t free{}; slot.compare_exchange_strong(free, pthread_self())) {
+        mine = &slot;
+        return;
+      }
+  }
+  ~RunningThread() {
+    if (mine) *mine = pthread_t{};
+  }
+};
+
 // -------------------------------------------------------------------------------- workers
 static char* map_memory(size_t bytes) {
   void* p = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
@@ -190,7 +206,7 @@ static void prepare(Worker& w, const Launch& launch, size_t threads) {
     f.lane = f.number % WARP_SIZE;
   }
   const char* seed = getenv("FLASH_SIM_SEED");
-  w.seed = seed ? (strtoull(seed, nullptr, 10) + 1) * 0x9E3779B97F4A7C15ull : 0;
+  w.seed = seed && *seed ? (strtoull(seed, nullptr, 10) + 1) * 0x9E3779B97F4A7C15ull : 0;
   w.launch = &launch;
   w.error.clear();
 }
@@ -205,9 +221,10 @@ static void run_grid(const Launch& launch, size_t threads, size_t blocks) {
       std::lock_guard<std::mutex> lock(mutex);
       w = idle_workers.empty() ? new Worker : idle_workers.back();
       if (!idle_workers.empty()) idle_workers.pop_back();
-      w->opted_in = opted_in_shared.count(launch.kernel) != 0;
-      running_threads.push_back(pthread_self());
+      const auto allowed = opted_in_shared.find(launch.kernel);
+      w->opted_in = allowed != opted_in_shared.end() && size_t(allowed->second) >= launch.dynamic_shared;
     }
+    RunningThread running_thread;
     Worker* outer = worker;
     worker = w;
     try {
@@ -226,17 +243,15 @@ static void run_grid(const Launch& launch, size_t threads, size_t blocks) {
       if (first_error.empty()) first_error = w->error;
     }
     idle_workers.push_back(w);
-    for (size_t i = 0; i < running_threads.size(); i++)
-      if (pthread_equal(running_threads[i], pthread_self())) {
-        running_threads.erase(running_threads.begin() + long(i));
-        break;
-      }
   };
   const char* limit = getenv("FLASH_SIM_THREADS");
   size_t count = limit ? size_t(std::max(1, atoi(limit))) : std::max(1u, std::thread::hardware_concurrency());
   count = std::min(count, blocks);
   std::vector<std::thread> others;
-  for (size_t i = 1; i < count; i++) others.emplace_back(work);
+  try {
+    for (size_t i = 1; i < count; i++) others.emplace_back(work);
+  } catch (const std::system_error&) {   // no more threads to be had: the blocks wait for those there are
+  }
   work();
   for (std::thread& t : others) t.join();
   if (first_error.empty() && interrupted())

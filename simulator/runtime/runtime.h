@@ -63,7 +63,7 @@ struct SharedArray {
   const void* identity;     // of a static array: no two declarations share it; dynamic: null
   const char* name;
   const char* declared_at;  // "file:line"
-  size_t offset, bytes;
+  size_t offset;
 };
 
 struct Worker {            // one OS thread and the block that it runs
@@ -84,7 +84,7 @@ struct Worker {            // one OS thread and the block that it runs
 
   char* stacks = nullptr;
   size_t stack_count = 0;
-  bool opted_in = false;          // the kernel may have more than 48 KB
+  bool opted_in = false;          // cudaFuncSetAttribute has allowed the dynamic shared memory in use
   uint64_t seed = 0;              // of the random scheduler; 0: first come, first served
   uint64_t random = 0;            // its state, set anew for every block: no timing matters
   std::string error;

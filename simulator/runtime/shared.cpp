@@ -18,7 +18,7 @@ extern "C" void* sim_shared_dynamic(const char* name, const char* declared_at) {
   Worker& w = *worker;
   for (const SharedArray& a : w.arrays)
     if (!a.identity && a.declared_at == declared_at) return w.shared;
-  w.arrays.push_back({nullptr, name, declared_at, 0, w.launch->dynamic_shared});
+  w.arrays.push_back({nullptr, name, declared_at, 0});
   return w.shared;
 }
 
@@ -41,7 +41,7 @@ extern "C" void* sim_shared_static(const void* identity, const char* name, const
          std::to_string(end) + " bytes of shared memory; above " + std::to_string(SHARED_MEMORY_DEFAULT) +
          " the dynamic ones must first be allowed with cudaFuncSetAttribute(kernel, "
          "cudaFuncAttributeMaxDynamicSharedMemorySize, bytes)");
-  w.arrays.push_back({identity, name, declared_at, offset, bytes});
+  w.arrays.push_back({identity, name, declared_at, offset});
   w.shared_top = end;
   return w.shared + offset;
 }

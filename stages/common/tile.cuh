@@ -2,8 +2,8 @@
 #pragma once
 
 // Copy rows [first, first + rows) of `matrix` to `tile`, by all threads of the block together. Neighbouring
-// threads take neighbouring elements of a row: one transaction a warp. Rows from N on become zeros, so that
-// the ragged last tile needs no case of its own later. `pitch` is the distance between two rows of the
+// threads take neighbouring elements of a row: a warp reads whole cache lines. Rows from N on become zeros,
+// so that the ragged last tile needs no case of its own later. `pitch`: the distance between two rows of the
 // tile, in floats.
 __device__ __forceinline__ void load_tile(float* tile, int pitch, const float* matrix, int64_t stride_n,
                                           int first, int rows, int N) {

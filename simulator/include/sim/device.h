@@ -36,6 +36,7 @@ uint64_t sim_shuffle(const char* name, unsigned mask, uint64_t value, int source
 unsigned sim_vote(const char* name, unsigned mask, int predicate, const char* file, int line);
 void sim_atomic(AtomicOp op, ScalarType type, void* address, void* value, const void* compare);
 void sim_yield();
+void sim_check_interrupt();
 [[noreturn]] void sim_fail(const char* message, const char* file, int line);
 }
 }  // namespace sim
