@@ -98,7 +98,7 @@ def random_qkv(B, H, H_kv, N_q, N_k, d, device, dtype=torch.float32, seed=0):
 
 
 def qkv_with_gaps(device):
-    """q, k, v and the causal diagonal. Each tensor has its own gaps, of NaN, between heads and between rows."""
+    """q, k, v and the causal diagonal. Each tensor has its own gaps, of NaN, between heads and rows."""
     tensors = []
     for x, gap in zip(random_qkv(2, 4, 2, 50, 70, 32, device), (1, 2, 3)):
         B, H, N, d = x.shape

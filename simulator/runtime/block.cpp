@@ -5,6 +5,7 @@
 #include <cstdlib>
 #include <exception>
 #include <map>
+#include <utility>
 
 __thread uint3 threadIdx, blockIdx;
 __thread dim3 blockDim, gridDim;

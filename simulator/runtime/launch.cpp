@@ -3,14 +3,18 @@
 // later launches do nothing.
 #include "runtime.h"
 
+#include <algorithm>
 #include <atomic>
 #include <cmath>
 #include <csignal>
+#include <cstdio>
 #include <cstdlib>
 #include <dlfcn.h>
 #include <execinfo.h>
 #include <mutex>
+#include <new>
 #include <sys/mman.h>
+#include <system_error>
 #include <thread>
 #include <unistd.h>
 #include <unordered_map>
