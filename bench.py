@@ -316,7 +316,8 @@ def new_data(args: argparse.Namespace) -> dict:
     return {
         "date": datetime.now().astimezone().isoformat(timespec="seconds"),
         "device": flash.describe_device(args.device), "simulated": not gpu, "note": "" if gpu else SIMULATED,
-        "software": {"python": platform.python_version(), "system": platform.platform(),
+        "software": {"python": platform.python_version(),
+                     "system": f"{platform.system()} {platform.machine()}",
                      "torch": torch.__version__, "cuda": torch.version.cuda,
                      "cudnn": torch.backends.cudnn.version(),
                      "nvcc": flash.nvcc_version(flash.find_nvcc(torch.version.cuda)) if gpu else None},

@@ -97,6 +97,7 @@ def test_too_long():
     refused(message, q[:, :1, :, :8], endless, endless)
 
 
+@pytest.mark.filterwarnings("ignore:Accessing the data pointer of FakeTensor")
 def test_tensors_without_memory():
     refused_ = "without memory of its own"
     with pytest.raises(ValueError, match=refused_):
