@@ -562,11 +562,13 @@ def _linkable_cudart(cuda_home: Path) -> Path:
     if not versioned:
         raise RuntimeError(f"no libcudart.so under {cuda_home}: install the CUDA runtime "
                            "(pip install -r requirements.txt)")
-    folder = BUILD / "cudart"
-    folder.mkdir(parents=True, exist_ok=True)
-    with contextlib.suppress(FileExistsError):
-        (folder / "libcudart.so").symlink_to(versioned[0])
-    return folder
+    link = BUILD / "cudart" / "libcudart.so"
+    link.parent.mkdir(parents=True, exist_ok=True)
+    if not link.exists():
+        link.unlink(missing_ok=True)  # it may lead to what an upgrade has removed
+        with contextlib.suppress(FileExistsError):
+            link.symlink_to(versioned[0])
+    return link.parent
 
 
 def _is_built(name: str) -> bool:

@@ -241,5 +241,7 @@ def test_wheels_without_a_linkable_cudart(tmp_path, monkeypatch):
     for _ in range(2):
         link = flash._linkable_cudart(tmp_path) / "libcudart.so"
         assert link.resolve() == tmp_path / "lib/libcudart.so.13"
+    (tmp_path / "lib/libcudart.so.13").rename(tmp_path / "lib/libcudart.so.14")  # an upgrade
+    assert (flash._linkable_cudart(tmp_path) / "libcudart.so").resolve() == tmp_path / "lib/libcudart.so.14"
     (tmp_path / "lib/libcudart.so").touch()
     assert flash._linkable_cudart(tmp_path) == tmp_path / "lib"

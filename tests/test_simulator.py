@@ -566,6 +566,15 @@ def test_errors_stay_until_they_are_read():
     assert run(ctypes.c_void_p(torch.zeros(1, dtype=torch.int32).data_ptr())) == 0b11111
 
 
+def test_an_assert_of_the_host_does_not_end_python():
+    """It is an error of CUDA's: reported, and no later kernel is launched until it is read."""
+    out = torch.zeros(1, dtype=torch.int32)
+    error = call("host_assert", out, source="errors")
+    assert error == f"host code at {here('host assert')}: assertion failed: out == nullptr"
+    assert out.item() == 0
+    check_that_launches_work()
+
+
 @pytest.mark.parametrize("os_threads", ["1", "2"])
 def test_workers_are_used_anew_after_errors(monkeypatch, os_threads):
     monkeypatch.setenv("FLASH_SIM_THREADS", os_threads)

@@ -1,9 +1,9 @@
-// In a kernel, a failed assert ends the launch and names the CUDA thread; the C library's would end the
-// process.
+// A failed assert is reported as an error of CUDA's, with the thread if it is in a kernel; the C library's
+// would end the process.
 #include_next <assert.h>
 #include "cuda_runtime.h"
 #ifndef NDEBUG
 #undef assert
 #define assert(condition) \
-  ((condition) ? void() : sim::sim_fail("assertion failed: " #condition, __FILE__, __LINE__))
+  ((condition) ? void() : sim::sim_assert_failed(#condition, __FILE__, __LINE__))
 #endif

@@ -1,8 +1,6 @@
 // The scheduler: runs the fibers of one block until all have returned, or reports that none can go on.
 #include "runtime.h"
 
-#include <cstdio>
-#include <cstdlib>
 #include <exception>
 #include <map>
 #include <utility>
@@ -102,13 +100,7 @@ void abandon_block(const std::string& report) {
   __builtin_unreachable();
 }
 
-extern "C" void sim_fail(const char* message, const char* file, int line) {
-  if (!worker) {                        // an assert of the host
-    fprintf(stderr, "%s:%d: %s\n", file, line, message);
-    abort();
-  }
-  fail(message, {file, line});
-}
+extern "C" void sim_fail(const char* message, const char* file, int line) { fail(message, {file, line}); }
 
 static std::string ranges(const std::vector<int>& numbers) {   // 0 1 2 5 -> "0-2, 5"
   std::string s;

@@ -315,6 +315,14 @@ extern "C" cudaError_t sim_set_attribute(const void* kernel, cudaFuncAttribute a
   return cudaSuccess;
 }
 
+// In a kernel it ends the launch. On the host the code after it goes on, but no later kernel is launched.
+extern "C" void sim_assert_failed(const char* condition, const char* file, int line) {
+  const std::string message = std::string("assertion failed: ") + condition;
+  if (worker) fail(message, {file, line});
+  if (pending != cudaSuccess) return;
+  set_error(cudaErrorLaunchFailure, "host code" + at({file, line}) + ": " + message);
+}
+
 extern "C" cudaError_t sim_peek_error() { return pending; }
 
 extern "C" cudaError_t sim_take_error() {

@@ -143,6 +143,13 @@ extern "C" int run_sticky(int* out) {
   return pending | nothing_done << 1 | read << 2 | gone << 3 | (*out == 6) << 4;
 }
 
+// Out of any kernel. What follows runs on, but launches nothing.
+extern "C" const char* run_host_assert(int* out) {
+  assert(out == nullptr);  // HERE: host assert
+  fill<<<1, 1>>>(out, 5);
+  return result();
+}
+
 // -------------------------------------------------------------------------------------- loops without an end
 __global__ void endless(int which, volatile int* x) {
   volatile float y = 1.f;

@@ -37,6 +37,7 @@ unsigned sim_vote(const char* name, unsigned mask, int predicate, const char* fi
 void sim_atomic(AtomicOp op, ScalarType type, void* address, void* value, const void* compare);
 void sim_yield();
 void sim_check_interrupt();
+void sim_assert_failed(const char* condition, const char* file, int line);
 [[noreturn]] void sim_fail(const char* message, const char* file, int line);
 }
 }  // namespace sim

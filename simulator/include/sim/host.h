@@ -35,9 +35,9 @@ cudaError_t cudaFuncSetAttribute(void (*kernel)(P...), cudaFuncAttribute attribu
 }
 inline cudaError_t cudaGetLastError() { return sim::sim_take_error(); }
 inline cudaError_t cudaPeekAtLastError() { return sim::sim_peek_error(); }
-inline const char* cudaGetErrorString(cudaError_t error) {
+inline const char* cudaGetErrorString(cudaError_t error) {   // the whole report
   return sim::sim_error_text(error);
-}  // the whole report
+}
 
 namespace sim {
 
@@ -57,8 +57,8 @@ struct Launch {
 };
 extern "C" void sim_launch(const Launch* launch);
 
-// kernel<<<grid, block, shared, stream>>>(arguments) becomes Launcher(grid, block, shared,
-// stream)("kernel", kernel, arguments)
+// kernel<<<grid, block, bytes, stream>>>(arguments)
+//   becomes Launcher(grid, block, bytes, stream)("kernel", kernel, arguments)
 class Launcher {
   dim3 grid, block;
   size_t dynamic_shared;
