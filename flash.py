@@ -12,8 +12,8 @@ compiled on first use, for exactly what the call needs, and anew after every edi
 
 from __future__ import annotations
 
-import ast
 import contextlib
+import contextvars
 import ctypes
 import difflib
 import fcntl
@@ -27,6 +27,8 @@ import shlex
 import shutil
 import subprocess
 import sys
+import threading
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -34,12 +36,14 @@ import torch
 from torch.utils import cpp_extension
 
 import simulator
+from simulator.inspection import Report
 
 ROOT = Path(__file__).resolve().parent
 STAGES = ROOT / "stages"
 SYSTEM_CUDA = Path("/usr/local/cuda")
 BUILD = Path(os.environ.get("FLASH_BUILD_DIR") or ROOT / "build").resolve()
 
+FIELDS = ("idea", "types", "needs", "deterministic", "tiles", "limits", "shared", "workspace", "hbm")
 MAX_HEAD_DIM = 256
 DTYPES = {"fp32": torch.float32}          # by their name in a stage's header
 ELEMENTS = {torch.float32: "float"}       # their name in CUDA
@@ -63,7 +67,8 @@ class Available:
 class Stage:
     """One rung of the ladder, as the header of its file describes it.
 
-    `tile_rules`, `limits` and `shared` are expressions in d, Br and Bc; `shared` is in bytes a block.
+    `tile_rules`, `limits` and `shared` are expressions in d, Br and Bc; `shared` is in bytes a block. `hbm`,
+    in bytes, is also in B, H, N_q, N_k, Tr, Tc and Td = ceil(d / Bc).
     """
 
     number: int
@@ -77,6 +82,8 @@ class Stage:
     tile_rules: str = "Br=32 Bc=32"
     limits: str = ""
     shared: str = "0"
+    hbm: str = ""                           # bytes read and written without a mask, if nothing is cached
+    workspace: str = "workspace"            # what its scratch memory holds, such as S, P
 
     def available(self, device: torch.device | str | None = None) -> Available:
         """Whether this stage can run on a device (default: the GPU if any, else the CPU), or why not."""
@@ -139,6 +146,16 @@ class Stage:
             raise ValueError(f"{problem}; Br={nearest['Br']}, Bc={nearest['Bc']} would work")
         return nearest
 
+    def hbm_bytes(self, B: int, H: int, N_q: int, N_k: int, d: int, *, Br: int, Bc: int) -> int | None:
+        """Bytes that warps read from and write to HBM, without a mask and a cache: the header's formula.
+
+        None if the header has none. `inspect` counts the same.
+        """
+        if not self.hbm:
+            return None
+        return _evaluate(self.hbm, B=B, H=H, N_q=N_q, N_k=N_k, d=d, Br=Br, Bc=Bc, Tr=-(-N_q // Br),
+                         Tc=-(-N_k // Bc), Td=-(-d // Bc))
+
     def _tile_problem(self, d: int, shared_memory: int, tiles: dict[str, int]) -> str:
         sizes = ", ".join(f"{name}={size}" for name, size in tiles.items())
         for limit in filter(None, map(str.strip, self.limits.split(";"))):
@@ -172,8 +189,7 @@ def read_stage(path: Path) -> Stage:
 def _read_stage(path: Path, modified: int) -> Stage:
     header = re.match(r"\ufeff?(?://.*\n)*", path.read_text(errors="replace"))[0]
     title = re.match(r"\ufeff?// Forward stage (\d+): (\w+)", header)
-    fields = dict(re.findall(r"^// (idea|types|needs|deterministic|tiles|limits|shared): *(.*)$",
-                             header, re.M))
+    fields = dict(re.findall(rf"^// ({'|'.join(FIELDS)}): *(.*)$", header, re.M))
     types = re.split(r",\s*", fields.get("types", "fp32"))
     if unknown := set(types) - set(DTYPES):
         raise ValueError(f"{path}: types: {', '.join(unknown)} not among {', '.join(DTYPES)}")
@@ -185,13 +201,16 @@ def _read_stage(path: Path, modified: int) -> Stage:
         path=path, idea=fields.get("idea", ""), dtypes=tuple(DTYPES[t] for t in types), needs=needs,
         deterministic=fields.get("deterministic", "yes") == "yes",
         tile_rules=fields.get("tiles", "Br=32 Bc=32"), limits=fields.get("limits", ""),
-        shared=fields.get("shared", "0"))
+        shared=fields.get("shared", "0"), hbm=fields.get("hbm", ""),
+        workspace=fields.get("workspace", "workspace"))
     try:
         if sorted(tiles := stage.default_tiles(64)) != ["Bc", "Br"]:
             raise ValueError("tiles: must give Br and Bc, as in Br=64 Bc=32; d > 128: Br=16 Bc=32")
         stage._tile_problem(64, 0, tiles)
+        stage.hbm_bytes(1, 1, 64, 64, 64, **tiles)
     except Exception as error:  # whatever the expressions raise
-        raise ValueError(f"{path}: the header's tiles, limits or shared make no sense: {error}") from None
+        fields = "tiles, limits, shared or hbm"
+        raise ValueError(f"{path}: the header's {fields} make no sense: {error}") from None
     return stage
 
 
@@ -311,6 +330,61 @@ def scaled_dot_product_attention(query: torch.Tensor, key: torch.Tensor, value: 
     return _forward(query, key, value, 0 if is_causal else None, scale, stage, {})[0]
 
 
+_inspection: contextvars.ContextVar[Report | None] = contextvars.ContextVar("inspection", default=None)
+_one_inspection = threading.Lock()
+
+
+def can_inspect() -> Available:
+    """Whether `inspect` works on this machine, or why not."""
+    return Available(simulator.missing_checker() or "")
+
+
+@contextlib.contextmanager
+def inspect(**arrays: torch.Tensor) -> Iterator[Report]:
+    """Watch every access to memory that kernels make, in the simulator: its checker and its counters.
+
+        with flash.inspect() as report:
+            flash.attention(q, k, v, stage="flash2")
+        print(report)            # findings, HBM traffic, sectors and bank conflicts by line
+        report.plot("traffic.png")
+
+    The stage is unmodified, but compiled with a call before each load and store; it runs some 20 to 150 times
+    slower, one block at a time. q, k, v and the outputs are copied to memory with red zones around each head.
+
+    Found: data races in shared memory, and in global memory, between blocks too; accesses out of bounds,
+    misaligned, or of memory that nothing has written; barriers that not all threads reach; deadlocks.
+    A kernel that fails still raises its RuntimeError; the report then says why.
+
+    Args:
+        arrays: CPU tensors, by name, that kernels of your own use (built with `build(..., checked=True)`).
+            They are watched in place, without red zones, and must not overlap. `attention`'s own are known.
+    Returns:
+        A context manager; its Report is complete at its end.
+    Raises:
+        RuntimeError: without g++, or inside of another inspection; in it, for CUDA tensors.
+        ValueError: for arrays that are not on the CPU, overlap or are too large.
+    """
+    for name, x in arrays.items():
+        if not isinstance(x, torch.Tensor) or x.device.type != "cpu" or not _has_memory(x):
+            raise ValueError(f"inspect(): {name} must be a tensor on the CPU")
+    if not (possible := can_inspect()):
+        raise RuntimeError(str(possible))
+    runtime = _build_simulator()
+    if not _one_inspection.acquire(blocking=False):
+        raise RuntimeError("inspect(): another inspection is under way; there can be one at a time")
+    try:
+        report = Report(runtime)
+        token = _inspection.set(report)
+        try:
+            report.watch(arrays)
+            yield report
+        finally:
+            _inspection.reset(token)
+            report.close()
+    finally:
+        _one_inspection.release()
+
+
 def _check_tensors(q, k, v, names: tuple[str, str, str] = ("q", "k", "v")) -> None:
     """Raise ValueError for tensors that no stage can take."""
     for name, x in zip(names, (q, k, v), strict=True):
@@ -403,6 +477,9 @@ def _forward(q, k, v, diagonal: int | None, scale: float | None, stage, tiles: d
         raise ValueError(f"scale must be a number, not {scale!r}") from None
     if not math.isfinite(scale):
         raise ValueError("scale must be finite in float32")
+    report = _inspection.get()
+    if report and q.device.type != "cpu":
+        raise RuntimeError("inspect() observes the simulator, not a GPU: pass CPU tensors (q.cpu(), ...)")
     stage = find_stage(stage, q.dtype, q.device)
     tiles = stage.tiles(d, shared_memory_per_block(q.device), **tiles)
     library = _library(stage, definitions(stage, q.dtype, d, diagonal is not None, tiles), q.device)
@@ -410,17 +487,34 @@ def _forward(q, k, v, diagonal: int | None, scale: float | None, stage, tiles: d
     lse = torch.empty(B, H, N_q, dtype=torch.float32, device=q.device)
     params = _FwdParams(_Tensor.of(q), _Tensor.of(k), _Tensor.of(v), _Tensor.of(o), lse.data_ptr(), None,
                         B, H, k.shape[1], N_q, k.shape[2], diagonal or 0, scale)
-    workspace = torch.empty(library.flash_fwd_workspace_bytes(ctypes.byref(params)), dtype=torch.uint8,
-                            device=q.device)
-    params.workspace = workspace.data_ptr()
-    stream = None
-    with torch.cuda.device(q.device) if q.device.type == "cuda" else contextlib.nullcontext():
-        if q.device.type == "cuda":
-            stream = torch.cuda.current_stream().cuda_stream
-        error = library.flash_fwd(ctypes.byref(params), stream)
+    workspace_bytes = library.flash_fwd_workspace_bytes(ctypes.byref(params))
+    workspace = torch.empty(-(-workspace_bytes // 4), dtype=torch.float32, device=q.device)
+    inputs, outputs = {"Q": q, "K": k, "V": v}, {"O": o, "L": lse, stage.workspace: workspace}
+    with (report.guarded(inputs, outputs) if report else contextlib.nullcontext(inputs | outputs)) as at:
+        for name in "QKVO":
+            setattr(params, name, _Tensor.of(at[name]))
+        params.L, params.workspace = at["L"].data_ptr(), at[stage.workspace].data_ptr()
+        error = _run(library, params, q.device)
     if error:
         raise RuntimeError(f"stage {stage.name!r}: {simulator.resolve_addresses(error.decode())}")
+    if report:
+        report.flops += 4 * B * H * d * _visible_pairs(N_q, k.shape[2], diagonal)
     return o, lse
+
+
+def _run(library: ctypes.CDLL, params: _FwdParams, device: torch.device) -> bytes | None:
+    """Launch on the device's current stream. Returns what went wrong, or None."""
+    if device.type == "cpu":
+        return library.flash_fwd(ctypes.byref(params), None)
+    with torch.cuda.device(device):
+        return library.flash_fwd(ctypes.byref(params), torch.cuda.current_stream().cuda_stream)
+
+
+def _visible_pairs(N_q: int, N_k: int, diagonal: int | None) -> int:
+    """How many pairs of a query and a key that it sees."""
+    if diagonal is None:
+        return N_q * N_k
+    return sum(min(max(row + diagonal + 1, 0), N_k) for row in range(N_q))
 
 
 # ------------------------------------------------------------------------------------------ the loader
@@ -431,13 +525,15 @@ def definitions(stage: Stage, dtype: torch.dtype, d: int, causal: bool,
             "CAUSAL": str(int(causal)), "BLOCK_R": str(tiles["Br"]), "BLOCK_C": str(tiles["Bc"])}
 
 
-_libraries: dict = {}  # (stage's name, macros, target, debug) -> (library, {source file: modification time})
+_libraries: dict = {}  # (stage's name, macros, target, debug, checker) -> (library, {source file: its time})
 
 
 def _library(stage: Stage, macros: dict[str, str | Path], device: torch.device) -> ctypes.CDLL:
     """The stage compiled for a device; compiled anew if a file's time and content have changed."""
     target = torch.cuda.get_device_capability(device) if device.type == "cuda" else "cpu"
-    key = (stage.name, tuple(macros.items()), target, _debug())
+    report = _inspection.get()
+    checked = report is not None
+    key = (stage.name, tuple(macros.items()), target, _debug(), checked and report.runtime)
     if key in _libraries:
         library, times = _libraries[key]
         with contextlib.suppress(FileNotFoundError):
@@ -445,7 +541,7 @@ def _library(stage: Stage, macros: dict[str, str | Path], device: torch.device) 
                 return library
     source = ROOT / "flash_fwd.cu"
     times = {file: file.stat().st_mtime_ns for file in source_files(source, stage.path)}
-    library = ctypes.CDLL(str(build(source, device, macros, name=f"fwd_{stage.name}")))
+    library = ctypes.CDLL(str(build(source, device, macros, f"fwd_{stage.name}", checked)))
     library.flash_fwd.restype = ctypes.c_char_p
     library.flash_fwd.argtypes = [ctypes.POINTER(_FwdParams), ctypes.c_void_p]
     library.flash_fwd_workspace_bytes.restype = library.flash_fwd_params_bytes.restype = ctypes.c_size_t
@@ -456,13 +552,14 @@ def _library(stage: Stage, macros: dict[str, str | Path], device: torch.device) 
 
 
 def build(source: Path, device: torch.device, macros: dict[str, str | Path] | None = None,
-          name: str | None = None) -> Path:
+          name: str | None = None, checked: bool = False) -> Path:
     """Compile a .cu file to a shared library, once per content: by nvcc for a GPU, else for the simulator.
 
     Args:
         source: the file. What it and the files among `macros` include is part of the build.
         macros: by name; a pathlib.Path is a file that the source includes by this macro.
         name: the first part of the library's name.
+        checked: with calls of the checker, for `inspect`; in the simulator only.
     Returns:
         The library's path, to be loaded with ctypes.CDLL.
     Raises:
@@ -473,7 +570,7 @@ def build(source: Path, device: torch.device, macros: dict[str, str | Path] | No
     files = source_files(source, *(value for value in macros.values() if isinstance(value, Path)))
     if device.type == "cuda":
         return _build_for_gpu(name or source.stem, files, macros, torch.cuda.get_device_capability(device))
-    return _build_for_cpu(name or source.stem, files, macros)
+    return _build_for_cpu(name or source.stem, files, macros, checked)
 
 
 def _debug() -> bool:
@@ -505,12 +602,13 @@ def _name(prefix: str, files: list[Path], *rest) -> str:
     return f"{prefix}_{digest.hexdigest()[:16]}"
 
 
-def _build_for_cpu(name: str, files: list[Path], macros: dict[str, str | Path]) -> Path:
+def _build_for_cpu(name: str, files: list[Path], macros: dict[str, str | Path], checked: bool) -> Path:
     if missing := simulator.missing_compiler():
         raise RuntimeError(missing)
     runtime = _build_simulator()
-    flags = simulator.compile_flags(_debug())
-    name = _name(f"{name}_cpu", files, macros, flags, simulator.signature(), torch.__version__)
+    flags = simulator.compile_flags(_debug(), checked)
+    name = f"{name}_cpu" + "_checked" * checked
+    name = _name(name, files, macros, flags, simulator.signature(), torch.__version__)
     folder = BUILD / name / "translated"
     translated = simulator.translated_files(files, ROOT, folder)
 
@@ -524,7 +622,7 @@ def _build_for_cpu(name: str, files: list[Path], macros: dict[str, str | Path]) 
     macros = {macro: translated[value] if isinstance(value, Path) else value
               for macro, value in macros.items()}
     return _build(name, write_sources, macros, cflags=[*flags, f"-I{folder}", f"-I{folder / 'stages'}"],
-                  ldflags=[str(runtime), f"-Wl,-rpath,{runtime.parent}"])
+                  ldflags=[str(runtime), f"-Wl,-rpath,{runtime.parent}", *simulator.link_flags(checked)])
 
 
 def _build_simulator() -> Path:
@@ -532,7 +630,8 @@ def _build_simulator() -> Path:
     if not _is_built(name):
         print("Building the simulator, once: a few seconds ...", file=sys.stderr, flush=True)
     return _build(name, simulator.runtime_sources, {},
-                  cflags=["-std=c++17", "-O2", "-g", "-fno-strict-aliasing"], ldflags=["-ldl", "-pthread"])
+                  cflags=["-std=c++17", "-O2", "-g", "-fno-strict-aliasing", "-fno-semantic-interposition"],
+                  ldflags=["-ldl", "-pthread"])
 
 
 def _build_for_gpu(name: str, files: list[Path], macros: dict[str, str | Path], capability: tuple) -> Path:
@@ -611,7 +710,8 @@ def _build(name: str, sources, macros: dict[str, str | Path], cflags=(), cuda_cf
                                extra_ldflags=_ninja_quoted(ldflags), build_directory=str(folder),
                                with_cuda=bool(cuda_cflags), is_python_module=False, verbose=False)
         except (RuntimeError, OSError, subprocess.CalledProcessError) as error:
-            raise RuntimeError(_compile_error(name, str(error))) from None
+            message = f"{error}\n{error.__cause__ or ''}"  # of a library that cannot be loaded
+            raise RuntimeError(_compile_error(name, message)) from None
         (folder / "done").touch()
     return library
 

@@ -4,6 +4,7 @@ translate.py rewrites the CUDA syntax, include/ stands in for NVIDIA's headers, 
 threads.
 """
 
+import functools
 import hashlib
 import os
 import platform
@@ -14,8 +15,9 @@ from pathlib import Path
 
 from .translate import TranslationError, translate
 
-__all__ = ["TranslationError", "compile_flags", "missing_compiler", "resolve_addresses", "runtime_sources",
-           "signature", "translate", "translate_files", "translated_files"]
+__all__ = ["TranslationError", "compile_flags", "link_flags", "missing_checker", "missing_compiler",
+           "resolve_addresses", "runtime_sources", "signature", "translate", "translate_files",
+           "translated_files"]
 
 FOLDER = Path(__file__).resolve().parent
 INCLUDE = FOLDER / "include"
@@ -44,21 +46,52 @@ def missing_compiler() -> str | None:
     return None
 
 
-def compile_flags(debug: bool) -> list[str]:
+def missing_checker() -> str | None:
+    """None if checked builds can be made, or why not and what to do."""
+    if missing := missing_compiler():
+        return missing
+    if _is_clang(compiler()):  # it splits the loads of a float4, and copies structs unseen
+        return f"the checker needs GCC, and `{compiler()}` is clang: install g++ and set CXX=g++"
+    return None
+
+
+@functools.cache
+def _is_clang(command: str) -> bool:
+    return "clang" in subprocess.run([command, "--version"], capture_output=True, text=True).stdout
+
+
+def compile_flags(debug: bool, checked: bool = False) -> list[str]:
     """Flags for a translated kernel. CUDA code reads memory through other types and lets integers wrap.
 
     -fstack-clash-protection: a large local array touches every page on its way down, so it cannot jump over
     the page that ends a thread's stack into the stack of another one.
+
+    checked: every load and store calls the checker (runtime/hooks.cpp). One access of the source stays one
+    access: nothing is vectorised, split, or made a call of memcpy.
     """
-    return ["-std=c++17", *(["-O0", "-g3"] if debug else ["-O2", "-g", "-march=native"]), "-gdwarf-4",
+    optimisation = ["-O0", "-g3"] if debug else ["-O1" if checked else "-O2", "-g", "-march=native"]
+    if checked:
+        optimisation += ["-DSIM_CHECKED", "-fsanitize=thread", "--param=tsan-instrument-func-entry-exit=0",
+                         "-fno-tree-sra", "-fno-tree-vectorize", "-fno-tree-slp-vectorize",
+                         "-fno-tree-loop-distribute-patterns", "-U_FORTIFY_SOURCE",
+                         *(f"-fno-builtin-{name}" for name in ("memcpy", "memmove", "memset"))]
+    return ["-std=c++17", *optimisation, "-gdwarf-4",
             "-fno-strict-aliasing", "-fwrapv", "-fno-finite-loops", "-fstack-clash-protection",
             "-Wno-unknown-pragmas", "-Wno-attributes", f"-I{INCLUDE}"]
+
+
+def link_flags(checked: bool) -> list[str]:
+    """In a checked build the checker sees calls of memcpy and its like, too."""
+    if not checked or platform.system() != "Linux":
+        return []
+    return [f"-Wl,--wrap={name}" for name in ("memcpy", "memmove", "memset")]
 
 
 def signature() -> str:
     """A hash of all that a simulated kernel depends on beside its own source: the simulator, this CPU."""
     digest = hashlib.sha256()
-    for file in sorted([*INCLUDE.rglob("*.h"), *(FOLDER / "runtime").iterdir(), *FOLDER.glob("*.py")]):
+    python = [FOLDER / "__init__.py", FOLDER / "translate.py"]
+    for file in sorted([*INCLUDE.rglob("*.h"), *(FOLDER / "runtime").iterdir(), *python]):
         digest.update(file.read_bytes())
     cpu_info = Path("/proc/cpuinfo")  # -march=native: a build is not for every machine that shares the folder
     text = cpu_info.read_text() if cpu_info.exists() else ""

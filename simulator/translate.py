@@ -8,6 +8,10 @@ Three pieces of syntax are not, and are rewritten here:
                             ->  ::sim::Launcher(grid, block, bytes, stream)("kernel", kernel, args)
     __shared__ float tile[32][33];                 ->  a reference into the block's shared memory
     extern __shared__ float smem[];                ->  a pointer to its dynamic part
+
+And where a pointer X_smem is declared, the checker is told its name:
+
+    float* K_smem = smem + Br * d;                 ->  the same, and SIM_NAME_SHARED(K_smem)
 """
 
 import re
@@ -21,6 +25,11 @@ _DYNAMIC_SHARED = re.compile(rf"extern\s+__shared__\s+{_ALIGNMENT}{_TYPE_AND_NAM
 _STATIC_SHARED = re.compile(
     rf"(?P<before>{_ALIGNMENT})(?:static\s+)?__shared__\s+(?P<alignment>{_ALIGNMENT}){_TYPE_AND_NAME}"
     r"(?P<extents>(?:\[[^\];]+\]\s*)*);")
+_NAMED_PART = re.compile(  # a whole statement: type, *, name
+    r"(?<=[;{}])\s*(?!else\b|do\b|return\b)[\w:]+(?:[\w:\s]|<[\w:,\s]*>)*\*\s*"
+    r"(?:const\s+|__restrict__\s+)*"
+    r"(?P<name>\w+_smem)\s*=[^;{}]*;")
+_NO_FUNCTION = r"\b(?:struct|class|union|namespace|extern)\b[^;{}()]*$"   # what starts before a brace
 _OTHER_CUDA_SYNTAX = {
     r"\b__shared__\b": "this form of __shared__ is not understood: declare one array a statement, as in "
                        "`__shared__ float tile[32][33];` or `extern __shared__ float smem[];`",
@@ -45,7 +54,7 @@ def translate(source: str, path: str) -> str:
         TranslationError: for CUDA syntax outside of what the module's docstring lists.
     """
     code = _blank(source)
-    edits = sorted([*_launches(source, code, path), *_shared_arrays(source, code, path)])
+    edits = sorted([*_launches(source, code, path), *_shared_arrays(source, code, path), *_named_parts(code)])
     _refuse_the_rest(code, edits, path)
     pieces, position = [f'#line 1 "{path}"\n'], 0
     for start, end, replacement in edits:
@@ -130,15 +139,28 @@ def _shared_arrays(source: str, code: str, path: str):
             f'::sim::shared_static<{name}_in_shared>("{name}", "{site}").array;')
 
 
-def _at_file_scope(code: str, position: int) -> bool:
-    """True if every brace that is open here belongs to a namespace or to extern "C"."""
-    open_braces = []
+def _named_parts(code: str):
+    for pointer in _NAMED_PART.finditer(code):
+        *_, brace = [None, *_open_braces(code, pointer.start())]
+        if brace is not None and not re.search(_NO_FUNCTION, code[:brace]):
+            yield pointer.end(), pointer.end(), f" SIM_NAME_SHARED({pointer['name']})"
+
+
+def _open_braces(code: str, position: int) -> list[int]:
+    """Where the braces stand that are open at a position."""
+    open_braces: list[int] = []
     for brace in re.finditer(r"[{}]", code[:position]):
         if brace.group() == "{":
             open_braces.append(brace.start())
         elif open_braces:
             open_braces.pop()
-    return all(re.search(r"(?:\bnamespace(?:\s+[\w:]+)?|\bextern)\s*$", code[:b]) for b in open_braces)
+    return open_braces
+
+
+def _at_file_scope(code: str, position: int) -> bool:
+    """True if every brace that is open here belongs to a namespace or to extern "C"."""
+    return all(re.search(r"(?:\bnamespace(?:\s+[\w:]+)?|\bextern)\s*$", code[:brace])
+               for brace in _open_braces(code, position))
 
 
 def _refuse_the_rest(code: str, edits: list, path: str) -> None:

@@ -5,6 +5,8 @@
 // tiles:   Br=16 Bc=32
 // limits:  Br * Bc <= 1024
 // shared:  0
+// workspace: S, P
+// hbm:     4 * B * H * N_q * (Tc * d + N_k * (2 * d + Td + 5) + d + 1)
 //
 // Attention as it stands in the formula, one kernel for each of its three steps (Algorithm 0 of the
 // FlashAttention-1 paper):
@@ -15,6 +17,10 @@
 //
 // Everything between the steps goes through HBM: S is written, read three times and overwritten by P, and P
 // is read again. Nothing is kept on the chip on purpose; what reuse there is, the caches find.
+//
+// HBM traffic without caches (hbm, above): for each row of Q, its d numbers once per warp, that is Tc times;
+// all of K and V; S written, read three times and overwritten; P read once per warp, Td = ceil(d / Bc) times;
+// O and L.
 //
 // Bound by the L1 cache, in scores_kernel, which takes most of the time. The lanes of a warp hold
 // neighbouring keys, so one load of K[k] touches 32 rows of K: 32 sectors of 32 bytes for 32 numbers, one

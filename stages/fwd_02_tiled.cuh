@@ -5,6 +5,8 @@
 // tiles:   Br=64 Bc=64; d > 64: Br=64 Bc=32; d > 128: Br=32 Bc=32
 // limits:  Br % 8 == 0; Bc % 32 == 0; (Br // 8) * (Bc // 32) <= 64
 // shared:  4 * (Bc * d + max(Br * d + Bc, Br * Bc))
+// workspace: S, P
+// hbm:     4 * B * H * (Tc * N_q * d + 2 * Tr * N_k * d + 6 * N_q * N_k + N_q * (d + 1))
 //
 // The three steps stay; what changes is who works on what. A block copies a tile of each operand to shared
 // memory, once, and all of its threads read it from there: each number of K comes from HBM Tr times instead
@@ -22,6 +24,9 @@
 // In shared memory, K's rows lie d + 1 floats apart: 32 lanes read the same k of 32 rows, and d + 1 is odd,
 // so that these fall into 32 different banks. With d, a multiple of 8, they would fall into 4 at best, one
 // after the other.
+//
+// HBM traffic without caches (hbm, above): Q Tc times, K and V Tr times; N x N numbers six times, as S is
+// written, read three times and overwritten by P, which is read; O and L.
 //
 // Changed from naive: all three kernels, and more lines than in any later fp32 stage, as the layout is new.
 //

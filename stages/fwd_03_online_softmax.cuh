@@ -5,6 +5,8 @@
 // tiles:   Br=64 Bc=64; d > 64: Br=64 Bc=32; d > 128: Br=32 Bc=32
 // limits:  Br % 8 == 0; Bc % 32 == 0; (Br // 8) * (Bc // 32) <= 64
 // shared:  4 * (Br * d + Bc * (2 * d + 1) + Br * Bc)
+// workspace: m, l
+// hbm:     4 * B * H * (2 * N_k * d + Tc * N_q * (3 * d + 4) + N_q * (d + 5))
 //
 // Softmax needs the whole row: its maximum and its sum. Unless they are corrected later. Take the row's
 // keys in tiles, and let m and l be its maximum and its sum over the tiles seen so far, O its output with
@@ -17,6 +19,9 @@
 // So S_ij and P_ij need to exist for one tile at a time only, on the chip. The N x N matrix is gone from
 // HBM: the workspace is m and l, 8 bytes per row. That is the online softmax; the kernel below is
 // FlashAttention-1's Algorithm 1, line by line.
+//
+// HBM traffic without caches (hbm, above): K and V once; Tc times Q, and O, m and l in both directions;
+// before it they are set, after it L is made of m and l.
 //
 // Changed from tiled: its three kernels become one, so this step is larger than the others. Loading the
 // tiles, S_reg and the product P V are what they were; new are the two loops and lines 10 to 13.

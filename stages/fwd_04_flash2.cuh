@@ -5,6 +5,7 @@
 // tiles:   Br=64 Bc=64; d > 64: Br=64 Bc=32; d > 128: Br=32 Bc=32
 // limits:  Br % 8 == 0; Bc % 32 == 0; (Br // 8) * (Bc // 32) <= 64
 // shared:  4 * (Br * d + Bc * (2 * d + 1) + Br * Bc)
+// hbm:     4 * B * H * (2 * Tr * N_k * d + N_q * (2 * d + 1))
 //
 // FlashAttention-2, Algorithm 1: the loops change places. Outside are the tiles of Q, and as no tile of O
 // depends on another one they become blocks: B * H * Tr of them instead of B * H. Inside are K and V. So O,
@@ -18,6 +19,8 @@
 //
 // Two more savings. O is kept unnormalised: one division at the end instead of one per tile. And P~ is
 // relative to m_new at once, not to the tile's own maximum, so there is one factor to apply instead of two.
+//
+// HBM traffic without caches (hbm, above): Q, O and L once, K and V Tr times. Causal: about half of those.
 //
 // Erratum: line 10 of the paper's Algorithm 1 has diag(e^(m - m_new))^-1 O. The inverse is a mistake: when
 // the maximum grows, the old terms get smaller. tests/test_mutants.py runs it as printed and sees it fail.

@@ -273,13 +273,14 @@ def test_a_header_that_makes_no_sense_is_an_error(tmp_path):
     for header, message in {
         "types: fp13": "types: fp13 not among fp32",
         "needs: Hopper": "needs: 'Hopper' is neither 'any GPU' nor a capability, such as sm_80",
-        "tiles: rubbish": "the header's tiles, limits or shared make no sense: tiles: must give Br and Bc",
+        "tiles: rubbish": "the header's tiles, limits, shared or hbm make no sense: tiles: must give Br",
         "tiles: Br=16": "tiles: must give Br and Bc",
         "tiles: d > : Br=16 Bc=32": "make no sense: invalid syntax",
         "limits: Br %": "make no sense: invalid syntax",
         "limits: Br % 0 == 0": "make no sense: integer modulo by zero",
         "limits: __import__('os')": "make no sense: name '__import__' is not defined",
         "shared: D * 4": "make no sense: name 'D' is not defined",
+        "hbm: 4 * N": "make no sense: name 'N' is not defined",
         "shared:": "make no sense: invalid syntax",
     }.items():
         mine.write_text(f"// {header}\n")

@@ -1,7 +1,6 @@
 """Stages broken on purpose: each must give a wrong result or an error, or else the other tests mean nothing.
 
-One barrier is missing from the list, flash2's and online_softmax's __syncwarp: in the simulator the shuffles
-before it order the lanes too, so that a result is right without it. Only a race checker can see that.
+Barriers that are missing: only some of them show in a result here; test_checker.py removes each.
 """
 
 import re

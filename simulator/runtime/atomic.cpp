@@ -1,6 +1,6 @@
 // Atomics on global or shared memory. Blocks run on different OS threads, so these are real atomics of the
 // CPU.
-#include "runtime.h"
+#include "checker.h"
 
 #include <algorithm>
 #include <cstring>
@@ -37,6 +37,12 @@ template <class T> static void update(AtomicOp op, void* address, void* value, c
 extern "C" void sim_atomic(AtomicOp op, ScalarType type, void* address, void* value, const void* compare) {
   static __thread unsigned count;
   if (++count % 16 == 0) sim_yield();   // so that a thread that spins on an atomic lets the others run
+  if (worker->launch->checked) {
+    const size_t bytes = type == ScalarType::DOUBLE || type >= ScalarType::INT64 ? 8 : 4;
+    const Kind kind = op == AtomicOp::EXCHANGE ? Kind::EXCHANGE : Kind::ATOMIC;
+    observe(address, bytes, kind, __builtin_return_address(0), true);
+    order_by_atomic(*worker->current, address);
+  }
   switch (type) {
     case ScalarType::FLOAT: return update<float>(op, address, value, compare);
     case ScalarType::DOUBLE: return update<double>(op, address, value, compare);

@@ -1,7 +1,7 @@
-// __syncthreads: nobody goes on before everybody has come. A thread that has returned from the kernel never
-// comes, so the others wait for ever, and the scheduler reports a deadlock. (Hardware since Volta lets the
-// remaining threads through; the programming model promises nothing.)
-#include "runtime.h"
+// Barriers, and fences. __syncthreads: nobody goes on before everybody has come. A thread that has returned
+// from the kernel never comes, so the others wait for ever, and the scheduler reports a deadlock. (Hardware
+// since Volta lets the remaining threads through; the programming model promises nothing.)
+#include "checker.h"
 
 namespace sim {
 
@@ -18,6 +18,8 @@ static int barrier(int predicate, const char* name, Site site) {
     b.sum = 0;
     std::vector<Fiber*> all;
     all.swap(b.waiting);
+    w.current->site = site;
+    if (w.launch->checked) barrier_reached(w, all);
     for (Fiber* f : all)
       if (f != w.current) wake(f);
   }
@@ -28,6 +30,11 @@ extern "C" void sim_syncthreads(const char* file, int line) { barrier(0, "__sync
 
 extern "C" int sim_syncthreads_count(int predicate, const char* name, const char* file, int line) {
   return barrier(predicate, name, {file, line});
+}
+
+extern "C" void sim_threadfence() {
+  __atomic_thread_fence(__ATOMIC_SEQ_CST);
+  if (worker->launch->checked) fence(*worker->current);
 }
 
 }  // namespace sim

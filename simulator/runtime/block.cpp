@@ -1,5 +1,5 @@
 // The scheduler: runs the fibers of one block until all have returned, or reports that none can go on.
-#include "runtime.h"
+#include "checker.h"
 
 #include <exception>
 #include <map>
@@ -10,7 +10,7 @@ __thread dim3 blockDim, gridDim;
 
 namespace sim {
 
-__thread Worker* worker;
+SIM_THREAD_LOCAL Worker* worker;
 
 static uint64_t next_random(uint64_t& state) {   // xorshift64 (Marsaglia 2003)
   state ^= state << 13;
@@ -87,6 +87,7 @@ std::string describe(const Worker& w) {
 }
 
 void fail(const std::string& message, Site site) {
+  if (worker->current) worker->error_sites = {{worker->current->thread_index, site}};
   abandon_block(describe(*worker) + at(site) + ": " + message);
 }
 
@@ -112,7 +113,7 @@ static std::string ranges(const std::vector<int>& numbers) {   // 0 1 2 5 -> "0-
   return s;
 }
 
-static std::string deadlock_report(const Worker& w) {
+static std::string deadlock_report(Worker& w) {
   std::map<std::string, std::vector<int>> threads_by_state;
   for (const Fiber& f : w.fibers) {
     std::string state = "have returned from the kernel";
@@ -122,6 +123,7 @@ static std::string deadlock_report(const Worker& w) {
         state += " (" + std::to_string(w.barrier.waiting.size()) + " of " + std::to_string(w.fibers.size()) +
                  " threads are there)";
     }
+    if (threads_by_state[state].empty()) w.error_sites.emplace_back(f.thread_index, f.site);
     threads_by_state[state].push_back(f.number);
   }
   std::string s = "deadlock: no thread of the block can go on";
@@ -160,13 +162,16 @@ void run_block(Worker& w, uint3 block_index) {
     const unsigned n = f.number;
     f.thread_index = {n % blockDim.x, n / blockDim.x % blockDim.y, n / (blockDim.x * blockDim.y)};
     f.state = State::READY;
+    f.site = {};
     f.stack_pointer = fresh_stack(f.stack + STACK_BYTES);
     w.ready.push_back(&f);
   }
+  if (w.launch->checked) begin_checked_block(w);
   while (Fiber* fiber = w.error.empty() ? take_ready(w) : nullptr)
     resume(w, fiber, &w.scheduler_stack_pointer);
   w.current = nullptr;
   if (w.error.empty() && w.alive) w.error = deadlock_report(w);
+  if (w.launch->checked) end_checked_block(w);
 }
 
 }  // namespace sim

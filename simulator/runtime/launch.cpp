@@ -1,7 +1,7 @@
 // A kernel launch: the blocks of the grid, shared out over the CPU's cores. Unlike on a GPU it has finished
 // when it returns. An error ends the launch and stays pending, as in CUDA, until cudaGetLastError reads it;
 // later launches do nothing.
-#include "runtime.h"
+#include "checker.h"
 
 #include <algorithm>
 #include <atomic>
@@ -58,7 +58,7 @@ static const void* program_counter(void* context) {
 }
 
 // "@library+offset@": Python turns it into file and line
-static std::string source_line(const void* pc) {
+std::string source_line(const void* pc) {
   Dl_info info;
   if (!dladdr(pc, &info) || !info.dli_fname) return "";
   char text[32];
@@ -185,12 +185,14 @@ static void prepare(Worker& w, const Launch& launch, size_t threads) {
   const size_t page = sysconf(_SC_PAGESIZE);
   const size_t shared_pages = (SHARED_MEMORY_PER_BLOCK + page - 1) / page * page;
   if (!w.shared) {                       // between two guards
-    char* p = map_memory(shared_pages + 2 * GUARD_BYTES);
+    char* p = map_memory(ARENA_BYTES + 2 * GUARD_BYTES);
     mprotect(p, GUARD_BYTES, PROT_NONE);
-    mprotect(p + GUARD_BYTES + shared_pages, GUARD_BYTES, PROT_NONE);
+    mprotect(p + GUARD_BYTES + ARENA_BYTES, GUARD_BYTES, PROT_NONE);
     w.shared = p + GUARD_BYTES;
     w.shared_top = SHARED_MEMORY_PER_BLOCK;
   }
+  mprotect(w.shared + shared_pages, ARENA_BYTES - shared_pages,
+           launch.checked ? PROT_READ | PROT_WRITE : PROT_NONE);
   constexpr size_t pitch = STACK_BYTES + GUARD_BYTES;
   if (threads > w.stack_count) {         // each stack above such a guard
     if (w.stacks) munmap(w.stacks, w.stack_count * pitch);
@@ -213,6 +215,8 @@ static void prepare(Worker& w, const Launch& launch, size_t threads) {
   w.seed = seed && *seed ? (strtoull(seed, nullptr, 10) + 1) * 0x9E3779B97F4A7C15ull : 0;
   w.launch = &launch;
   w.error.clear();
+  w.error_sites.clear();
+  w.error_is_found = false;
 }
 
 static void run_grid(const Launch& launch, size_t threads, size_t blocks) {
@@ -233,6 +237,7 @@ static void run_grid(const Launch& launch, size_t threads, size_t blocks) {
     worker = w;
     try {
       prepare(*w, launch, threads);
+      if (launch.checked) begin_checked_launch(*w);
       for (size_t i; w->error.empty() && !interrupted() && (i = next_block++) < blocks;)
         run_block(*w, {unsigned(i % launch.grid.x), unsigned(i / launch.grid.x % launch.grid.y),
                        unsigned(i / launch.grid.x / launch.grid.y)});
@@ -240,6 +245,7 @@ static void run_grid(const Launch& launch, size_t threads, size_t blocks) {
       w->error = std::string("kernel ") + launch.name + ": not enough memory to simulate a block of " +
                  std::to_string(threads) + " threads";
     }
+    if (launch.checked && !w->error.empty()) error_found(*w);
     worker = outer;
     std::lock_guard<std::mutex> lock(mutex);
     if (!w->error.empty()) {
@@ -250,7 +256,7 @@ static void run_grid(const Launch& launch, size_t threads, size_t blocks) {
   };
   const char* limit = getenv("FLASH_SIM_THREADS");
   size_t count = limit ? size_t(std::max(1, atoi(limit))) : std::max(1u, std::thread::hardware_concurrency());
-  count = std::min(count, blocks);
+  count = launch.checked ? 1 : std::min(count, blocks);   // the checker keeps one book
   std::vector<std::thread> others;
   try {
     for (size_t i = 1; i < count; i++) others.emplace_back(work);
@@ -284,8 +290,13 @@ static std::string wrong_configuration(const Launch& l, size_t threads, size_t b
   return "";
 }
 
-extern "C" void sim_launch(const Launch* launch) {
+extern "C" void sim_launch(const Launch* requested) {
   if (pending != cudaSuccess) return;
+  Launch copy = *requested;
+  const Launch* launch = &copy;
+  std::unique_lock<std::mutex> alone(checker_mutex, std::defer_lock);
+  if (copy.checked) alone.lock();
+  copy.checked &= checker != nullptr;
   const size_t threads = size_t(launch->block.x) * launch->block.y * launch->block.z;
   const size_t blocks = size_t(launch->grid.x) * launch->grid.y * launch->grid.z;
   const std::string wrong = wrong_configuration(*launch, threads, blocks);

@@ -8,11 +8,16 @@
 //   atomic.cpp     atomics
 //   launch.cpp     a kernel launch: the grid's blocks over the CPU's cores; errors; signals
 //
+// and, in checked builds (flash.inspect), the checker, with a header of its own: checker.h
+//
 // Every CUDA thread of a block is a fiber (a stack of its own). All fibers of a block run on one OS thread,
 // one at a time, each until it has to wait for others. Different blocks run on different OS threads.
 #pragma once
 #include <deque>
+#include <map>
+#include <memory>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "../include/sim/device.h"
@@ -23,9 +28,13 @@ namespace sim {
 constexpr size_t KB = 1024;
 constexpr size_t SHARED_MEMORY_PER_BLOCK = 227 * KB;   // as on an H100, after opting in
 constexpr size_t SHARED_MEMORY_DEFAULT = 48 * KB;      // without
+constexpr size_t ARENA_BYTES = 512 * KB;   // for it, and in checked builds for gaps between its arrays
 constexpr size_t STACK_BYTES = 128 * KB;               // of one fiber
 constexpr size_t GUARD_BYTES = 64 * KB;   // beside it, never accessed: the largest page of any CPU
 constexpr int WARP_SIZE = 32;
+
+struct Past;               // checker.h
+using Pasts = std::map<uint32_t, std::shared_ptr<const Past>>;   // by block
 
 enum class State { READY, AT_BARRIER, AT_WARP_OPERATION, RETURNED };
 
@@ -38,6 +47,11 @@ struct Fiber {             // one CUDA thread
   State state = State::READY;
   const char* waits_for = "";
   Site site;               // where it waits
+
+  // For the checker: its time, what it knows of the others, and what its fences and atomics have passed on
+  uint32_t now = 1;
+  std::shared_ptr<const Past> past;
+  std::shared_ptr<const Pasts> released, to_acquire;
 };
 
 struct Barrier {           // __syncthreads: all threads of the block
@@ -63,7 +77,9 @@ struct SharedArray {
   const void* identity;     // of a static array: no two declarations share it; dynamic: null
   const char* name;
   const char* declared_at;  // "file:line"
-  size_t offset;
+  size_t offset, bytes;     // bytes 0: a name for a part of the dynamic array
+  size_t element_bytes;
+  std::vector<size_t> extents;   // of a static array's dimensions
 };
 
 struct Worker {            // one OS thread and the block that it runs
@@ -79,7 +95,8 @@ struct Worker {            // one OS thread and the block that it runs
   void* scheduler_stack_pointer = nullptr;
 
   char* shared = nullptr;         // the block's shared memory
-  size_t shared_top = 0;          // bytes of it in use
+  size_t shared_top = 0;          // bytes of it in use, gaps between arrays included
+  size_t shared_bytes = 0;        // without those
   std::vector<SharedArray> arrays;
 
   char* stacks = nullptr;
@@ -88,9 +105,11 @@ struct Worker {            // one OS thread and the block that it runs
   uint64_t seed = 0;              // of the random scheduler; 0: first come, first served
   uint64_t random = 0;            // its state, set anew for every block: no timing matters
   std::string error;
+  std::vector<std::pair<uint3, Site>> error_sites;   // where which thread is stuck or failed
+  bool error_is_found = false;    // the checker has a finding that says it better
 };
 
-extern __thread Worker* worker;   // this OS thread's
+extern SIM_THREAD_LOCAL Worker* worker;   // this OS thread's
 
 // fiber.cpp
 extern "C" void sim_switch(void** save_stack_pointer, void* next_stack_pointer);
@@ -107,9 +126,11 @@ std::string at(Site site);
 
 // launch.cpp
 bool interrupted();
+std::string source_line(const void* pc);   // " at ..."
 
 // warp.cpp: f runs once, in the last lane of the mask to arrive
-void together(unsigned mask, const char* name, void* operands, Site site, void (*f)(WarpOperation&));
+void together(unsigned mask, const char* name, void* operands, Site site, void (*f)(WarpOperation&),
+              bool orders_memory = false);
 
 // shared.cpp
 void clear_shared_memory(Worker& w);

@@ -1,49 +1,76 @@
 // Shared memory: one arena a block, of the size that an H100 allows. It starts as NaN, so that a read of
-// what nobody wrote shows.
-#include "runtime.h"
+// what nobody wrote shows. In checked builds there are gaps between the arrays, so that an index past the end
+// of one does not lead into the next.
+#include "checker.h"
 
 #include <algorithm>
 #include <cstring>
 
 namespace sim {
 
+// Multiples of 128, all banks once: so an array starts at the same bank with a gap before it.
+constexpr size_t GAP_BYTES = 4 * KB, SMALLEST_GAP_BYTES = 128;
+
 void clear_shared_memory(Worker& w) {
   w.arrays.clear();
   memset(w.shared, 0xff,
          std::max(w.shared_top, w.launch->dynamic_shared));  // all bits set: a NaN in every type
-  w.shared_top = (w.launch->dynamic_shared + 15) / 16 * 16;
+  w.shared_bytes = w.shared_top = (w.launch->dynamic_shared + 15) / 16 * 16;
 }
 
-extern "C" void* sim_shared_dynamic(const char* name, const char* declared_at) {
+static void declare(Worker& w, const SharedArray& array) {
+  w.arrays.push_back(array);
+  if (w.launch->checked && array.bytes) shared_array_declared(w, array);
+}
+
+extern "C" void* sim_shared_dynamic(const char* name, const char* declared_at, size_t element_bytes) {
   Worker& w = *worker;
   for (const SharedArray& a : w.arrays)
     if (!a.identity && a.declared_at == declared_at) return w.shared;
-  w.arrays.push_back({nullptr, name, declared_at, 0});
+  declare(w, {nullptr, name, declared_at, 0, w.launch->dynamic_shared, element_bytes, {}});
   return w.shared;
 }
 
 extern "C" void* sim_shared_static(const void* identity, const char* name, const char* declared_at,
-                                   size_t bytes, size_t alignment) {
+                                   size_t bytes, size_t alignment, const SharedShape* shape) {
   Worker& w = *worker;
   for (const SharedArray& a : w.arrays)
     if (a.identity == identity) return w.shared + a.offset;
   alignment = std::max<size_t>(alignment, 16);
-  const size_t offset = (w.shared_top + alignment - 1) / alignment * alignment, end = offset + bytes;
-  if (end - (w.launch->dynamic_shared + 15) / 16 * 16 > SHARED_MEMORY_DEFAULT)
+  auto aligned = [&](size_t top) { return (top + alignment - 1) / alignment * alignment; };
+  const size_t total = aligned(w.shared_bytes) + bytes;
+  if (total - (w.launch->dynamic_shared + 15) / 16 * 16 > SHARED_MEMORY_DEFAULT)
     fail(std::string("__shared__ ") + name + ": arrays of a fixed size may take " +
          std::to_string(SHARED_MEMORY_DEFAULT) +
          " bytes a block in all; larger ones must be dynamic (extern __shared__)");
-  if (end > SHARED_MEMORY_PER_BLOCK)
-    fail(std::string("__shared__ ") + name + ": the block needs " + std::to_string(end) +
+  if (total > SHARED_MEMORY_PER_BLOCK)
+    fail(std::string("__shared__ ") + name + ": the block needs " + std::to_string(total) +
          " bytes of shared memory, and has " + std::to_string(SHARED_MEMORY_PER_BLOCK));
-  if (end > SHARED_MEMORY_DEFAULT && !w.opted_in)
+  if (total > SHARED_MEMORY_DEFAULT && !w.opted_in)
     fail(std::string("__shared__ ") + name + ": with the dynamic ones the block needs " +
-         std::to_string(end) + " bytes of shared memory; above " + std::to_string(SHARED_MEMORY_DEFAULT) +
+         std::to_string(total) + " bytes of shared memory; above " + std::to_string(SHARED_MEMORY_DEFAULT) +
          " the dynamic ones must first be allowed with cudaFuncSetAttribute(kernel, "
          "cudaFuncAttributeMaxDynamicSharedMemorySize, bytes)");
-  w.arrays.push_back({identity, name, declared_at, offset});
-  w.shared_top = end;
+  const bool room = w.shared_top + GAP_BYTES + bytes < ARENA_BYTES / 2;
+  const size_t gap = !w.launch->checked ? 0 : room ? GAP_BYTES : SMALLEST_GAP_BYTES;
+  const size_t offset = aligned(w.shared_top + gap);
+  if (offset + bytes > ARENA_BYTES) fail(std::string("__shared__ ") + name + ": too many arrays to check");
+  declare(w, {identity, name, declared_at, offset, bytes, shape->element_bytes,
+              {shape->extents, shape->extents + shape->dimensions}});
+  w.shared_bytes = total;
+  w.shared_top = offset + bytes;
   return w.shared + offset;
+}
+
+// In checked builds: a pointer to a part of the dynamic array has this name from now on.
+extern "C" void sim_name_shared(const char* name, const volatile void* start, size_t element_bytes) {
+  if (!worker || !worker->current) return;   // the host's code
+  Worker& w = *worker;
+  const size_t offset = static_cast<const volatile char*>(start) - w.shared;
+  if (offset >= w.launch->dynamic_shared) return;
+  for (const SharedArray& a : w.arrays)
+    if (!a.bytes && a.offset == offset && !strcmp(a.name, name)) return;
+  declare(w, {nullptr, name, "", offset, 0, element_bytes, {}});
 }
 
 }  // namespace sim

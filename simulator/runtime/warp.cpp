@@ -1,7 +1,7 @@
 // What the lanes of a warp do together. Each lane leaves its operands and waits; the last one to arrive
 // computes the results of all. Lanes that meet at different operations are an error, which names both
 // lines.
-#include "runtime.h"
+#include "checker.h"
 
 #include <cstring>
 
@@ -12,7 +12,8 @@ static std::string mismatch(const WarpOperation& op, const char* name) {
          name + " here";
 }
 
-void together(unsigned mask, const char* name, void* operands, Site site, void (*f)(WarpOperation&)) {
+void together(unsigned mask, const char* name, void* operands, Site site, void (*f)(WarpOperation&),
+              bool orders_memory) {
   Worker& w = *worker;
   if (interrupted()) fail("interrupted", site);          // a lane alone never waits
   Fiber& self = *w.current;
@@ -45,6 +46,7 @@ void together(unsigned mask, const char* name, void* operands, Site site, void (
   if (op->arrived != mask) return wait_until_woken(State::AT_WARP_OPERATION, name, site);
 
   if (f) f(*op);
+  if (w.launch->checked) warp_synchronised(w, self.warp, mask, orders_memory);
   op->arrived = 0;
   for (int lane = WARP_SIZE - 1; lane >= 0; lane--)  // the warp goes on together: its data are in the cache
     if (mask & ~bit & 1u << lane) wake(&w.fibers[self.warp * WARP_SIZE + lane], true);
@@ -58,7 +60,7 @@ template <class F> static void each_lane(const WarpOperation& op, F f) {
 extern "C" int sim_lane() { return worker->current->lane; }
 
 extern "C" void sim_syncwarp(unsigned mask, const char* file, int line) {
-  together(mask, "__syncwarp()", nullptr, {file, line}, nullptr);
+  together(mask, "__syncwarp()", nullptr, {file, line}, nullptr, true);
 }
 
 extern "C" uint64_t sim_shuffle(const char* name, unsigned mask, uint64_t value, int source, const char* file,

@@ -24,10 +24,18 @@ namespace sim {
 enum class AtomicOp { ADD, MIN, MAX, EXCHANGE, COMPARE_EXCHANGE };
 enum class ScalarType { FLOAT, DOUBLE, INT32, UINT32, INT64, UINT64 };
 
+struct SharedShape {
+  size_t element_bytes;
+  int dimensions;
+  size_t extents[4];
+};
+
 extern "C" {
-void* sim_shared_dynamic(const char* name, const char* declared_at);
+void* sim_shared_dynamic(const char* name, const char* declared_at, size_t element_bytes);
 void* sim_shared_static(const void* identity, const char* name, const char* declared_at, size_t bytes,
-                        size_t alignment);
+                        size_t alignment, const SharedShape* shape);
+void sim_name_shared(const char* name, const volatile void* start, size_t element_bytes);
+void sim_threadfence();
 void sim_syncthreads(const char* file, int line);
 int sim_syncthreads_count(int predicate, const char* name, const char* file, int line);
 int sim_lane();
@@ -48,13 +56,33 @@ namespace sim {
 // its own, and in a template every instance: so `identity` tells the arrays apart.
 template <class T> inline T& shared_static(const char* name, const char* declared_at) {
   static const char identity = 0;
-  return *static_cast<T*>(sim_shared_static(&identity, name, declared_at, sizeof(T), alignof(T)));
+  using A = decltype(T::array);
+  static_assert(std::rank<A>::value <= 4, "__shared__ arrays have at most 4 dimensions in the simulator");
+  static const SharedShape shape{
+      sizeof(std::remove_all_extents_t<A>),
+      std::rank<A>::value,
+      {std::extent<A, 0>::value, std::extent<A, 1>::value, std::extent<A, 2>::value,
+       std::extent<A, 3>::value}};
+  return *static_cast<T*>(sim_shared_static(&identity, name, declared_at, sizeof(T), alignof(T), &shape));
 }
 // extern __shared__ T a[]; becomes a pointer to its dynamic part.
 template <class T> inline T* shared_dynamic(const char* name, const char* declared_at) {
-  return static_cast<T*>(sim_shared_dynamic(name, declared_at));
+  return static_cast<T*>(sim_shared_dynamic(name, declared_at, sizeof(T)));
 }
 }  // namespace sim
+// The translator puts this after the declaration of a pointer X_smem: the checker then calls what it points
+// to by that name.
+#ifdef SIM_CHECKED
+namespace sim {
+template <class T> inline void name_shared(const char* name, T* start) {
+  using Element = std::conditional_t<std::is_void<T>::value, char, T>;
+  sim_name_shared(name, start, sizeof(Element));
+}
+}  // namespace sim
+#define SIM_NAME_SHARED(pointer) sim::name_shared(#pointer, pointer);
+#else
+#define SIM_NAME_SHARED(pointer)
+#endif
 
 // -------------------------------------------------------------------------------- barriers, fences
 inline void __syncthreads(SIM_SITE) { sim::sim_syncthreads(file, line); }
@@ -68,9 +96,8 @@ inline int __syncthreads_and(int p, SIM_SITE) {
   return sim::sim_syncthreads_count(!p, "__syncthreads_and()", file, line) == 0;
 }
 inline void __syncwarp(unsigned mask = 0xffffffffu, SIM_SITE) { sim::sim_syncwarp(mask, file, line); }
-inline void __threadfence() { __atomic_thread_fence(__ATOMIC_SEQ_CST); }
-inline void __threadfence_block() {
-}  // the threads of a block share a core: they see each other's writes in order
+inline void __threadfence() { sim::sim_threadfence(); }
+inline void __threadfence_block() { sim::sim_threadfence(); }
 inline void __nanosleep(unsigned) { sim::sim_yield(); }
 inline void __trap(SIM_SITE) { sim::sim_fail("__trap()", file, line); }
 
@@ -116,6 +143,8 @@ inline int __all_sync(unsigned mask, int p, SIM_SITE) {
 }
 
 // -------------------------------------------------------------------------------- atomics
+// Inlined always, so that the checker sees the kernel's line as the caller of sim_atomic.
+#define SIM_ALWAYS_INLINE inline __attribute__((always_inline))
 namespace sim {
 template <class T> constexpr ScalarType scalar_type() {
   if (std::is_same<T, float>::value) return ScalarType::FLOAT;
@@ -126,28 +155,29 @@ template <class T> constexpr ScalarType scalar_type() {
   return std::is_signed<T>::value ? ScalarType::INT64 : ScalarType::UINT64;
 }
 template <class T> struct same { using type = T; };   // the address alone decides what T is
-template <class T> inline T atomic(AtomicOp op, T* address, T value, T compare = T()) {
+template <class T> SIM_ALWAYS_INLINE T atomic(AtomicOp op, T* address, T value, T compare = T()) {
   sim_atomic(op, scalar_type<T>(), address, &value, &compare);
   return value;
 }
 }  // namespace sim
 
 template <class T>
-T atomicAdd(T* p, typename sim::same<T>::type v) {
+SIM_ALWAYS_INLINE T atomicAdd(T* p, typename sim::same<T>::type v) {
   return sim::atomic(sim::AtomicOp::ADD, p, v);
 }
-template <class T> T atomicMin(T* p, typename sim::same<T>::type v) {
+template <class T> SIM_ALWAYS_INLINE T atomicMin(T* p, typename sim::same<T>::type v) {
   static_assert(std::is_integral<T>::value, "CUDA's atomicMin takes integers");
   return sim::atomic(sim::AtomicOp::MIN, p, v);
 }
-template <class T> T atomicMax(T* p, typename sim::same<T>::type v) {
+template <class T> SIM_ALWAYS_INLINE T atomicMax(T* p, typename sim::same<T>::type v) {
   static_assert(std::is_integral<T>::value, "CUDA's atomicMax takes integers");
   return sim::atomic(sim::AtomicOp::MAX, p, v);
 }
 template <class T>
-T atomicExch(T* p, typename sim::same<T>::type v) {
+SIM_ALWAYS_INLINE T atomicExch(T* p, typename sim::same<T>::type v) {
   return sim::atomic(sim::AtomicOp::EXCHANGE, p, v);
 }
-template <class T> T atomicCAS(T* p, typename sim::same<T>::type compare, typename sim::same<T>::type v) {
+template <class T>
+SIM_ALWAYS_INLINE T atomicCAS(T* p, typename sim::same<T>::type compare, typename sim::same<T>::type v) {
   return sim::atomic(sim::AtomicOp::COMPARE_EXCHANGE, p, v, compare);
 }

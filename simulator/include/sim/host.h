@@ -54,7 +54,14 @@ struct Launch {
   size_t dynamic_shared;
   void (*run_thread)(void* arguments);
   void* arguments;
+  size_t argument_bytes;
+  bool checked;            // the kernel reports its accesses (flash.inspect)
 };
+#ifdef SIM_CHECKED
+constexpr bool CHECKED = true;
+#else
+constexpr bool CHECKED = false;
+#endif
 extern "C" void sim_launch(const Launch* launch);
 
 // kernel<<<grid, block, bytes, stream>>>(arguments)
@@ -79,8 +86,8 @@ class Launcher {
       auto* c = static_cast<Call*>(p);
       std::apply(c->kernel, c->arguments);
     };
-    const Launch launch{
-        name, reinterpret_cast<const void*>(kernel), site, grid, block, dynamic_shared, run_thread, &call};
+    const Launch launch{name, reinterpret_cast<const void*>(kernel), site, grid, block, dynamic_shared,
+                        run_thread, &call, sizeof call, CHECKED};
     sim_launch(&launch);
   }
 };

@@ -1,0 +1,176 @@
+"""The simulator's counts beside a GPU's own, by NVIDIA's profiler: how far they can be trusted.
+
+    python results/counts.py results/h200     # writes counts_fwd.json and banks.json there; needs ncu
+
+counts_fwd.json: requests, sectors and wavefronts of every kernel of the forward stages, and the traffic that
+really reached HBM. banks.json: wavefronts of single accesses to shared memory, for many patterns of indices;
+the simulator's model of the banks is tested against it.
+"""
+
+import csv
+import ctypes
+import json
+import os
+import random
+import re
+import shutil
+import subprocess
+import sys
+from datetime import date
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+SHAPE = {"B": 1, "H": 2, "N": 512, "d": 64, "causal": False, "dtype": "fp32"}
+METRICS = {
+    "smsp__sass_inst_executed_op_global_ld.sum": "HBM read requests",
+    "smsp__sass_inst_executed_op_global_st.sum": "HBM write requests",
+    "l1tex__t_sectors_pipe_lsu_mem_global_op_ld.sum": "HBM read sectors",
+    "l1tex__t_sectors_pipe_lsu_mem_global_op_st.sum": "HBM write sectors",
+    "smsp__sass_inst_executed_op_shared_ld.sum": "shared read requests",
+    "smsp__sass_inst_executed_op_shared_st.sum": "shared write requests",
+    "l1tex__data_pipe_lsu_wavefronts_mem_shared_op_ld.sum": "shared read wavefronts",
+    "l1tex__data_pipe_lsu_wavefronts_mem_shared_op_st.sum": "shared write wavefronts",
+    "lts__t_sectors_srcunit_tex_op_read.sum": "sectors that L1 read from L2",
+    "dram__bytes_read.sum": "bytes read from HBM",
+    "dram__bytes_write.sum": "bytes written to HBM",
+}
+ONE_CALL = """
+import sys, torch, flash
+B, H, N, d = map(int, sys.argv[2:])
+q, k, v = torch.randn(3, B, H, N, d, device="cuda")
+flash.attention(q, k, v, stage=sys.argv[1])
+torch.cuda.synchronize()
+"""
+ALL_PATTERNS = """
+import sys
+sys.path.insert(0, "results")
+import counts
+counts.run_patterns()
+"""
+
+
+def ncu(kernels: str, metrics: list[str], *command: str) -> list[dict]:
+    """The metrics of each launch of the kernels that match a regular expression."""
+    done = subprocess.run(
+        ["ncu", "--clock-control", "none", "--csv", "--page", "raw", "--print-units", "base",
+         "-k", f"regex:{kernels}", "--metrics", ",".join(metrics), sys.executable, "-c", *command],
+        cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True)
+    lines = [line for line in done.stdout.splitlines() if line.startswith('"')]
+    if len(lines) < 3:
+        sys.exit(f"ncu measured nothing:\n{done.stdout[-2000:]}{done.stderr[-2000:]}")
+    header, _, *rows = csv.reader(lines)
+    return [{"kernel": row[header.index("Kernel Name")].split("(")[0].split("<")[0].split(" ")[-1]} | {
+        metric: int(float(row[header.index(metric)].replace(",", ""))) for metric in metrics} for row in rows]
+
+
+# ------------------------------------------------------------------------------------------ the stages
+def simulated(report, kernel: str) -> dict:
+    """The simulator's counts of a kernel, by the names in METRICS."""
+    counts = dict.fromkeys(list(METRICS.values())[:8], 0)
+    for a in report.accesses:
+        if a.kernel == kernel and a.kind != "atomic":
+            unit = "sectors" if a.memory == "HBM" else "wavefronts"
+            counts[f"{a.memory} {a.kind} requests"] += a.requests
+            counts[f"{a.memory} {a.kind} {unit}"] += a.units
+    return counts
+
+
+def compare(stage: str) -> list[dict]:
+    """For each kernel of a stage: its counts in the simulator and on the GPU."""
+    import torch
+
+    import flash
+
+    q, k, v = torch.randn(3, *(SHAPE[x] for x in "BHNd"))
+    with flash.inspect() as report:
+        flash.attention(q, k, v, stage=stage)
+    kernels = "|".join(kernel.name for kernel in report.kernels)
+    measured = ncu(f"^({kernels})$", list(METRICS), ONE_CALL, stage, *(str(SHAPE[x]) for x in "BHNd"))
+    return [{"stage": stage, "kernel": row["kernel"], "simulator": simulated(report, row["kernel"]),
+             "gpu": {what: row[metric] for metric, what in METRICS.items()}} for row in measured]
+
+
+# ------------------------------------------------------------------------------------------ patterns
+def patterns() -> dict[str, list[int]]:
+    """Indices by lane, -1 for a lane that does nothing, of vectors of 4, 8 or 16 bytes."""
+    found = {f"{i} i": [i * lane for lane in range(32)] for i in (0, 1, 2, 3, 4, 5, 8, 9, 16, 17, 32, 33)}
+    found |= {f"i / {i}": [lane // i for lane in range(32)] for i in (2, 4, 8, 16)}
+    found |= {f"i % {i}": [lane % i for lane in range(32)] for i in (2, 4, 8, 16)}
+    found |= {f"i / {i} * 32": [lane // i * 32 for lane in range(32)] for i in (2, 4, 8, 16)}
+    found |= {f"i % {i} * 32": [lane % i * 32 for lane in range(32)] for i in (2, 4, 8, 16)}
+    found |= {f"i % {i} * 9": [lane % i * 9 for lane in range(32)] for i in (4, 8, 16)}
+    found |= {f"i if i < {i}": [lane if lane < i else -1 for lane in range(32)] for i in (1, 4, 8, 16)}
+    found |= {f"i if i % {i} == 0": [-1 if lane % i else lane for lane in range(32)] for i in (2, 4, 8)}
+    found |= {f"5 if i % {i} == 0": [-1 if lane % i else 5 for lane in range(32)] for i in (2, 8)}
+    mixed = {"i / 2 if i % 2 == 0": lambda i: -1 if i % 2 else i // 2,
+             "i / 4 if i % 4 == 0": lambda i: -1 if i % 4 else i // 4,
+             "5 if i < 16 else i": lambda i: 5 if i < 16 else i,
+             "i if i < 16 else 5": lambda i: i if i < 16 else 5,
+             "i / 2 if i < 8 else 4 + i % 2": lambda i: i // 2 if i < 8 else 4 + i % 2,
+             "i / 2 if i < 16 else 8 + i % 2": lambda i: i // 2 if i < 16 else 8 + i % 2,
+             "i / 2 * 9": lambda i: i // 2 * 9}
+    found |= {name: [index(lane) for lane in range(32)] for name, index in mixed.items()}
+    for seed, most in enumerate((8, 16, 32, 32, 64, 64, 256, 1024)):
+        generator = random.Random(seed)
+        found[f"random below {most}, seed {seed}"] = [generator.randrange(most) for _ in range(32)]
+    return found
+
+
+def run_patterns() -> None:
+    """Launch banks_kernel on the GPU for each pattern and vector."""
+    import torch
+
+    import flash
+
+    source = ROOT / "tests" / "kernels" / "banks.cu"
+    library = ctypes.CDLL(str(flash.build(source, torch.device("cuda"))))
+    library.run_banks.restype = ctypes.c_char_p
+    for indices in patterns().values():
+        for size in (4, 8, 16):
+            index = torch.tensor(indices, dtype=torch.int32, device="cuda")
+            out = torch.zeros(32 * size // 4, device="cuda")
+            error = library.run_banks(size, *(ctypes.c_void_p(x.data_ptr()) for x in (index, out)))
+            assert error is None, error
+    torch.cuda.synchronize()
+
+
+def measure_patterns() -> dict[str, dict[str, list[int]]]:
+    """By pattern and bytes a lane: the wavefronts of the store and of the load."""
+    metrics = {what.split()[1]: metric for metric, what in METRICS.items() if "wavefronts" in what}
+    rows = iter(ncu("banks_kernel", list(metrics.values()), ALL_PATTERNS))
+    found: dict[str, dict[str, list[int]]] = {}
+    for name in patterns():
+        found[name] = {}
+        for size in (4, 8, 16):
+            row = next(rows)
+            found[name][str(size)] = [row[metrics["write"]], row[metrics["read"]]]
+    return found
+
+
+def to_json(result: dict) -> str:
+    """With a line for each pattern or kernel."""
+    text = json.dumps(result, indent=1)
+    return re.sub(r"\n {3,}\s*|\n {2}(?=[\]}])", " ", text) + "\n"
+
+
+def main() -> None:
+    import torch
+
+    import flash
+
+    if len(sys.argv) != 2 or not Path(sys.argv[1]).is_dir():
+        sys.exit("usage: python results/counts.py FOLDER")
+    if not torch.cuda.is_available() or not shutil.which("ncu"):
+        sys.exit("needs a GPU, and NVIDIA's Nsight Compute: ncu on the PATH")
+    origin = {"device": flash.describe_device(torch.device("cuda")), "date": str(date.today())}
+    files = {"banks.json": {"patterns": measure_patterns()},
+             "counts_fwd.json": {"shape": SHAPE,
+                                 "kernels": [row for s in flash.stages() for row in compare(s.name)]}}
+    for name, result in files.items():
+        Path(sys.argv[1], name).write_text(to_json(origin | result))
+
+
+if __name__ == "__main__":
+    main()

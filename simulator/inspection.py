@@ -1,0 +1,576 @@
+"""The checker's side in Python: memory with red zones, and the report of what kernels did to it.
+
+runtime/checker.cpp watches the accesses; flash.inspect() opens a report; tables.py and pictures.py show one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import functools
+import itertools
+import json
+import re
+import subprocess
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import torch
+
+INCLUDE = Path(__file__).resolve().parent / "include"
+GUARD_ROWS = 64        # of red zone before and after the rows of a head
+GUARD_BYTES = 1 << 14  # of red zone around memory without rows
+ALIGNMENT = 128        # of red zones and heads: as a GPU's cache lines
+
+
+# --------------------------------------------------------------------------------------- where in the source
+@dataclass(frozen=True)
+class Place:
+    """A line of a kernel's source, and the lines that called the function in which it stands."""
+
+    file: str
+    line: int
+    callers: tuple[str, ...] = ()  # "file:line", the nearest first
+    text: str = ""                 # the source of the line, as it was
+
+    @classmethod
+    def read(cls, file: str, line: int, callers: tuple[str, ...] = ()) -> Place:
+        """With the line's text, from the file."""
+        lines = _source_lines(file)
+        return cls(file, line, callers, lines[line - 1].strip() if 0 < line <= len(lines) else "")
+
+    def __str__(self) -> str:
+        return f"{Path(self.file).name}:{self.line}"
+
+
+NOWHERE = Place("?", 0)
+
+
+@functools.cache
+def _source_lines(file: str) -> list[str]:
+    path = Path(file)
+    return path.read_text(errors="replace").splitlines() if path.is_file() else []
+
+
+def places_of(addresses: list) -> list[Place]:
+    """The source of addresses in libraries, [library, offset] each or None, by addr2line.
+
+    Without that program the library and the offset stand in for file and line.
+    """
+    found: dict[tuple, Place] = {}
+    for library in {address[0] for address in addresses if address}:
+        offsets = sorted({address[1] for address in addresses if address and address[0] == library})
+        try:
+            out = subprocess.run(["addr2line", "-a", "-i", "-e", library, *map(hex, offsets)],
+                                 capture_output=True, text=True).stdout
+        except FileNotFoundError:
+            for offset in offsets:
+                found[library, offset] = Place(f"{Path(library).name}+{offset:#x}", 0)
+            continue
+        for part in re.split(r"^(?=0x)", out, flags=re.M)[1:]:
+            address, *lines = part.splitlines()
+            calls = [re.match(r"(.*):(\d+)", line) for line in lines]
+            kernel = [c for c in calls if c and _is_kernel_source(c[1])]
+            if kernel:
+                callers = tuple(f"{Path(c[1]).name}:{c[2]}" for c in kernel[1:])
+                found[library, int(address, 16)] = Place.read(kernel[0][1], int(kernel[0][2]), callers)
+    return [found.get(tuple(address), NOWHERE) if address else NOWHERE for address in addresses]
+
+
+def _is_kernel_source(file: str) -> bool:
+    system = file.startswith(("/usr/include/", "/usr/lib/")) or "/include/c++/" in file
+    return Path(file).suffix in (".cu", ".cuh", ".h", ".hpp", ".cpp") and not (
+        system or Path(file).is_relative_to(INCLUDE))
+
+
+# --------------------------------------------------------------------------------------- what is reported
+@dataclass(frozen=True)
+class Party:
+    """One side of a finding: a thread, and where it was."""
+
+    block: tuple[int, int, int]
+    thread: tuple[int, int, int]
+    kind: str  # "read", "write", "atomic", or "" for waiting or failing
+    place: Place
+
+    def __str__(self) -> str:
+        thread, block = (x[0] if x[1:] == (0, 0) else x for x in (self.thread, self.block))
+        return f"thread {thread} of block {block}"
+
+
+@dataclass(frozen=True)
+class Finding:
+    """A mistake in a kernel, at its first occurrence.
+
+    what: "race", "out of bounds", "misaligned", "uninitialised" (a read of what nothing has written),
+    "barrier" (threads at different barriers), "deadlock", or "error" (a failed assert, say).
+    """
+
+    what: str
+    kernel: str
+    element: str  # such as K_smem[70] or O[0, 1, 5, 3]
+    parties: tuple[Party, ...]
+    count: int    # how often it happened
+    message: str
+
+    @property
+    def places(self) -> list[Place]:
+        return [party.place for party in self.parties]
+
+    def __str__(self) -> str:
+        return self.message
+
+
+@dataclass(frozen=True)
+class Access:
+    """What one line of one kernel asked of one array, all its requests together.
+
+    units are sectors of 32 bytes (HBM), or wavefronts (shared memory). ideal: sectors if the bytes lay side
+    by side, wavefronts without bank conflicts. (Lanes of 4 bytes: 1 ideally, n with an n-way conflict.)
+
+    example is the worst request, as the address of each lane: in bytes from the start of shared memory, or of
+    the cache line (128 bytes) in which the array starts. example_elements: such as K[0, 1, 5, 3].
+    """
+
+    kernel: str
+    place: Place
+    memory: str        # "HBM" or "shared"
+    kind: str          # "read", "write" or "atomic"
+    array: str
+    access_bytes: int  # of a lane
+    requests: int
+    lanes: int         # that took part, over all requests
+    bytes: int         # asked for, over all requests; what several lanes of one ask for, once
+    units: int
+    ideal: int
+    worst: int         # units of the worst request
+    example: dict[int, int] = field(repr=False)           # by lane
+    example_elements: dict[int, str] = field(repr=False)  # by lane; of HBM only
+
+    @property
+    def units_per_request(self) -> float:
+        return self.units / self.requests
+
+    @property
+    def ways(self) -> float:
+        """Units per ideal unit: n for an n-way bank conflict."""
+        return self.units / self.ideal
+
+
+def _merged(accesses: list[Access]) -> list[Access]:
+    """One Access for all instructions that the compiler has made of one access of the source."""
+    merged: dict[tuple, Access] = {}
+    for a in accesses:
+        key = (a.kernel, a.place, a.memory, a.kind, a.array, a.access_bytes)
+        b = merged.get(key, a)
+        totals = ("requests", "lanes", "bytes", "units", "ideal")
+        sums = {name: getattr(a, name) + getattr(b, name) for name in totals}
+        merged[key] = a if b is a else replace(a if a.worst > b.worst else b, **sums)
+    return list(merged.values())
+
+
+@dataclass
+class Traffic:
+    """HBM traffic in bytes: what warps ask for, how much of that is distinct in a launch, and in sectors."""
+
+    read: int = 0
+    written: int = 0
+    unique_read: int = 0
+    unique_written: int = 0
+    moved: int = 0  # in sectors of 32 bytes, read and written
+
+    @property
+    def total(self) -> int:
+        return self.read + self.written
+
+    def __iadd__(self, other: Traffic) -> Traffic:
+        for name in vars(self):
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+        return self
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """A kernel, over all its launches."""
+
+    name: str
+    grid: tuple[int, int, int]   # of the last launch
+    block: tuple[int, int, int]
+    launches: int
+    blocks: int
+    shared_bytes: int            # a block
+    barriers: int                # __syncthreads, over all blocks
+    warp_barriers: int           # __syncwarp, over all warps
+    thread_accesses: int
+    traffic: dict[str, Traffic]  # by array
+
+
+# --------------------------------------------------------------------------------------- arrays
+@dataclass
+class _Array:
+    """Global memory as the checker knows it."""
+
+    number: int
+    name: str
+    region: torch.Tensor       # uint8: with its red zones
+    start: int                 # of element 0, in bytes from the region's start
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]   # in bytes
+    element_bytes: int
+
+    def element(self, offset: int) -> str:
+        """The name of the element at an offset in the region, such as K[0, 1, 5, 3]."""
+        index = self._index(offset)
+        shape = "" if self._holds(index) else f", outside of its shape {self.shape}"
+        name = f"({self.name})" if "," in self.name else self.name
+        return f"{name}[{', '.join(map(str, index))}]{shape}"
+
+    def _index(self, offset: int) -> list[int]:
+        index, rest = [0] * len(self.shape), offset - self.start
+        long = [axis for axis in range(len(self.shape)) if self.shape[axis] > 1 and self.strides[axis]]
+        for axis in sorted(long or range(len(self.shape))[-1:], key=lambda axis: -self.strides[axis]):
+            index[axis], rest = divmod(rest, self.strides[axis] or self.element_bytes)
+        if {1, 2} < set(long) and len(index) == 4 and index[2] >= self.shape[2] + GUARD_ROWS // 2:
+            rows = self.strides[1] // self.strides[2]  # nearer to the next head
+            index[1:3] = [index[1] + 1, index[2] - rows]
+        return index
+
+    def _holds(self, index: list[int]) -> bool:
+        return all(0 <= i < size for i, size in zip(index, self.shape, strict=True))
+
+
+def _guarded_strides(x: torch.Tensor) -> list[int]:
+    """Strides, in elements, for a copy with red zones between the heads of a (B, H, N, d) tensor.
+
+    A repeated dimension (stride 0) stays one. Every row keeps its place within a cache line.
+    """
+    if x.dim() != 4:
+        return list(x.stride())
+    B, H, N, d = x.shape
+    row = x.stride(2) if N > 1 and (x.stride(2) == 0 or d <= x.stride(2) <= 4 * d) else d
+    line = ALIGNMENT // x.element_size()
+    head = _at_least((N + GUARD_ROWS) * max(row, d), x.stride(1), line)
+    batch = _at_least(H * head, x.stride(0), line)
+    return [0 if B > 1 and x.stride(0) == 0 else batch, 0 if H > 1 and x.stride(1) == 0 else head, row, 1]
+
+
+def _at_least(least: int, like: int, modulus: int) -> int:
+    """The first number from `least` on that is `like` modulo `modulus`."""
+    return least + (like - least) % modulus
+
+
+def _once(x: torch.Tensor) -> torch.Tensor:
+    """Without the repetitions of dimensions with stride 0."""
+    return x[tuple(slice(0, 1) if stride == 0 else slice(None) for stride in x.stride())]
+
+
+def _extent(shape: tuple[int, ...], strides: tuple[int, ...]) -> int:
+    """Elements from the first to the last one, both included."""
+    steps = (n - 1 for n in shape)
+    return 0 if 0 in shape else 1 + sum(n * stride for n, stride in zip(steps, strides, strict=True))
+
+
+def _overlap(x: torch.Tensor, y: torch.Tensor) -> bool:
+    """Whether two tensors share elements."""
+    if x.untyped_storage().data_ptr() != y.untyped_storage().data_ptr() or not (x.numel() and y.numel()):
+        return False
+    used = torch.zeros(x.untyped_storage().nbytes(), dtype=torch.bool)
+    def bytes_of(t: torch.Tensor) -> torch.Tensor:
+        size = t.element_size()
+        strides = [*(stride * size for stride in t.stride()), 1]
+        return used.as_strided([*t.shape, size], strides, t.storage_offset() * size)
+
+    _once(bytes_of(x)).fill_(True)
+    return bool(bytes_of(y).any())
+
+
+# --------------------------------------------------------------------------------------- findings in words
+def _message(f: dict, element: str, parties: tuple[Party, ...]) -> str:
+    """A finding in words."""
+    kernel, sites = f["kernel"], [_where(p.place) for p in parties]
+    if f["what"] in ("deadlock", "error"):
+        from . import resolve_addresses
+        return resolve_addresses(f["text"])
+    if f["what"] == "barrier":
+        both = ", ".join(f"{p} at {p.place}" for p in parties)
+        return (f"barrier in {kernel}: the threads of a block wait at different ones, {both}; "
+                "a __syncthreads() must be reached by all threads of the block, or by none")
+    *others, p = parties
+    verb = {"read": "reads", "write": "writes", "atomic": "updates"}
+    if f["what"] == "race":
+        q = others[0]
+        if p.block != q.block:
+            remedy = ("blocks run in any order: give each its own elements, use atomics (with "
+                      "__threadfence() where one orders other accesses), or make it two kernels")
+        elif p.place == q.place and p.kind == q.kind:
+            remedy = "give each thread its own element, or use atomics, even if the values are equal"
+        else:
+            remedy = "there must be a barrier between them" + _barrier_for_warp(p, q)
+            if p.place == q.place:
+                remedy += ", in a loop between its rounds; or use atomics"
+        return (f"race in {kernel} on {element}: {q} {verb[q.kind]} it at {sites[0]}, "
+                f"{p} {verb[p.kind]} it at {sites[1]}, and nothing orders the two; {remedy}")
+    does = f"{p} {verb[p.kind]} "
+    if f["what"] == "out of bounds":
+        what = element or f["text"]
+        if element and "outside" not in element and f["array"] >= 0:
+            what = f"{f['bytes']} bytes from {element} on, not all of them in its shape"
+        return f"out of bounds in {kernel}: {does}{what} at {sites[0]}"
+    if f["what"] == "misaligned":
+        return (f"misaligned access in {kernel}: {does}{f['bytes']} bytes at {element} at {sites[0]}; "
+                f"their address must be a multiple of {f['bytes']}")
+    return f"uninitialised in {kernel}: {does}{element} at {sites[0]}, which nothing has written"
+
+
+def _where(place: Place) -> str:
+    return f"{place} (called at {place.callers[0]})" if place.callers else str(place)
+
+
+def _barrier_for_warp(p: Party, q: Party) -> str:
+    one_warp = p.thread[1:] == q.thread[1:] == (0, 0) and p.thread[0] // 32 == q.thread[0] // 32
+    return " (__syncwarp() if only threads of one warp share it)" if one_warp else ""
+
+
+# --------------------------------------------------------------------------------------- the report
+class Report:
+    """What kernels did to memory inside of a `with flash.inspect() as report:`; complete at its end.
+
+    Attributes:
+        findings: list of Finding: mistakes. Empty for a correct kernel.
+        kernels: list of Kernel, in the order of their first launch.
+        accesses: list of Access: per kernel, line and array.
+        flops: of attention's two matrix products, 4 d for each pair of a query and a key that it sees; by
+            this formula, as arithmetic cannot be observed. 0 for other kernels.
+
+    print(report) shows it all as tables; plot() draws.
+    """
+
+    def __init__(self, runtime: Path):
+        self.findings: list[Finding] = []
+        self.kernels: list[Kernel] = []
+        self.accesses: list[Access] = []
+        self.flops = 0
+        self.complete = False
+        self._arrays: list[_Array] = []
+        self.runtime = runtime  # the library with the checker
+        self._checker = ctypes.CDLL(str(runtime))
+        self._checker.sim_check_report.restype = ctypes.c_char_p
+        self._checker.sim_check_begin()
+
+    # ------------------------------------------------------------------------------- while it is open
+    def _register(self, name: str, region: torch.Tensor, start: int, x: torch.Tensor, initialised: bool,
+                  strides: tuple[int, ...]) -> _Array:
+        if len(region) > 1 << 32:
+            raise ValueError(f"inspect(): {name} takes more than 4 GiB with its red zones")
+        element = x.element_size()
+        valid = torch.zeros(len(region) // element + 1, dtype=torch.uint8)
+        _once(valid.as_strided(x.shape, strides, start // element)).fill_(1)
+        number = self._checker.sim_check_array(name.encode(), ctypes.c_void_p(region.data_ptr()),
+                                               ctypes.c_size_t(len(region)), element,
+                                               ctypes.c_void_p(valid.data_ptr()), int(initialised))
+        if number < 0:
+            raise ValueError(f"inspect(): too little memory to watch the {x.nbytes:,} bytes of {name}: "
+                             "the checker needs about 20 times as much for floats")
+        array = _Array(number, name, region, start, tuple(x.shape), tuple(s * element for s in strides),
+                       element)
+        self._arrays.append(array)
+        return array
+
+    def watch(self, arrays: dict[str, torch.Tensor]) -> None:
+        """Tell the checker of CPU tensors that kernels may use, in place.
+
+        Raises:
+            ValueError: if two of them overlap, or one is too large.
+        """
+        for (name, x), (other, y) in itertools.combinations(arrays.items(), 2):
+            if _overlap(x, y):
+                raise ValueError(f"inspect(): {name} and {other} share elements: name only one of them")
+        for name, x in arrays.items():
+            start = x.storage_offset() * x.element_size()
+            first = start // ALIGNMENT * ALIGNMENT
+            size = _extent(x.shape, x.stride()) * x.element_size()
+            memory = torch.empty(0, dtype=torch.uint8).set_(x.untyped_storage())
+            self._register(name, memory[first:start + size], start - first, x, True, x.stride())
+
+    @contextlib.contextmanager
+    def guarded(self, inputs: dict[str, torch.Tensor], outputs: dict[str, torch.Tensor]) -> Iterator[dict]:
+        """Copies of tensors with red zones around them, and between their heads, for the kernels of one call.
+
+        Each row keeps its place within a cache line. Outputs start uninitialised, and are copied back.
+        """
+        copies, arrays = {}, []
+        for name, x in {**inputs, **outputs}.items():
+            strides, size = _guarded_strides(x), x.element_size()
+            guard = max(GUARD_BYTES, GUARD_ROWS * max(strides[-2:]) * size)
+            guard = -(-guard // ALIGNMENT) * ALIGNMENT
+            start = guard + x.storage_offset() * size % ALIGNMENT
+            bytes_ = start + _extent(x.shape, strides) * size + guard
+            memory = torch.full([bytes_ + ALIGNMENT], 0xFF, dtype=torch.uint8)  # NaN
+            region = memory[-memory.data_ptr() % ALIGNMENT:][:bytes_]
+            copy = region[start:bytes_ - guard].view(x.dtype).as_strided(x.shape, strides)
+            if name in inputs:
+                _once(copy).copy_(_once(x))
+            copies[name] = copy
+            arrays.append(self._register(name, region, start, x, name in inputs, tuple(strides)))
+        try:
+            yield copies
+        finally:
+            for array in arrays:
+                self._checker.sim_check_forget(array.number)
+                array.region = None
+            for name, x in outputs.items():
+                x.copy_(copies[name])
+
+    def close(self) -> None:
+        """Take over what the checker has found and counted."""
+        data = json.loads(self._checker.sim_check_report())
+        self._checker.sim_check_end()
+        _source_lines.cache_clear()
+        places = places_of(data["places"])
+        self._add_findings(data["findings"], places)
+        for kernel in data["kernels"]:
+            self._add_kernel(kernel, places, data)
+        for array in self._arrays:
+            array.region = None
+        self.complete = True
+
+    def _add_kernel(self, k: dict, places: list[Place], data: dict) -> None:
+        namesakes = sum(kernel.name.split(" #")[0] == k["name"] for kernel in self.kernels)
+        name = f"{k['name']} #{namesakes + 1}" if namesakes else k["name"]
+        traffic: dict[str, Traffic] = defaultdict(Traffic)
+        for array, (read, written) in zip(self._arrays, k["unique"], strict=False):
+            if read or written:
+                traffic[array.name] += Traffic(unique_read=read, unique_written=written)
+        for c in k["counters"]:
+            number, kind = data["arrays"][c["access"]], data["kinds"][c["access"]]
+            example = {int(lane): offset for lane, offset in c["example"].items()}
+            if number >= 0:
+                array = self._arrays[number]
+                array_name = array.name
+                elements = {lane: array.element(offset) for lane, offset in example.items()}
+                line = array.start - array.start % ALIGNMENT
+                example = {lane: offset - line for lane, offset in example.items()}
+                traffic[array.name] += Traffic(
+                    read=c["bytes"] * (kind != "write"), written=c["bytes"] * (kind != "read"),
+                    moved=32 * c["units"])
+            else:
+                array_name = re.sub(r"\[.*", "", c["shared_element"])
+                elements = {}
+            self.accesses.append(Access(
+                name, places[c["access"]], "HBM" if number >= 0 else "shared", kind, array_name,
+                *(c[x] for x in ("access_bytes", "requests", "lanes", "bytes", "units", "ideal", "worst")),
+                example, elements))
+        self.accesses = _merged(self.accesses)
+        self.kernels.append(Kernel(
+            name, tuple(k["grid"]), tuple(k["block"]), k["launches"], k["blocks"], k["shared_bytes"],
+            k["barriers"], k["warp_barriers"], k["accesses"], dict(traffic)))
+
+    def _add_findings(self, findings: list[dict], places: list[Place]) -> None:
+        """One for each mistake of the source, of which the compiler may have made several instructions."""
+        found: dict[tuple, dict] = {}
+        for f in findings:
+            lines = (places[p["access"]] if p["access"] else p["line"] for p in f["parties"])
+            array = f["array"] if f["array"] >= 0 else f["element"].split("[")[0]
+            first = found.setdefault((f["what"], f["kernel"], array, frozenset(lines)), f)
+            if first is not f:
+                first["count"] += f["count"]
+        self.findings = [self._finding(f, places) for f in found.values()]
+        self.findings.sort(key=lambda f: f.what == "uninitialised")  # often what a race leads to
+
+    def _finding(self, f: dict, places: list[Place]) -> Finding:
+        parties = tuple(
+            Party(tuple(p["block"]), tuple(p["thread"]), p["kind"] or "",
+                  places[p["access"]] if p["access"] else Place.read(p["file"], p["line"]))
+            for p in f["parties"])
+        element = f["element"]
+        if f["array"] >= 0:
+            element = self._arrays[f["array"]].element(f["offset"])
+        message = _message(f, element, parties)
+        if f["count"] > 1:
+            message += f"  ({f['count']:,} times)"
+        return Finding(f["what"], f["kernel"], element, parties, f["count"], message)
+
+    # ------------------------------------------------------------------------------- what it says
+    def traffic(self) -> dict[str, Traffic]:
+        """HBM traffic by array, over all kernels. A byte that two launches touch is unique in each."""
+        touched = {name for kernel in self.kernels for name in kernel.traffic}
+        total = {array.name: Traffic() for array in self._arrays if array.name in touched}
+        for kernel in self.kernels:
+            for name, traffic in kernel.traffic.items():
+                total[name] += traffic
+        return total
+
+    @property
+    def hbm(self) -> Traffic:
+        """HBM traffic, over all arrays and kernels."""
+        total = Traffic()
+        for traffic in self.traffic().values():
+            total += traffic
+        return total
+
+    def to_dict(self) -> dict:
+        """All of it in plain types, for JSON."""
+        def place(p: Place) -> dict:
+            return {"file": p.file, "line": p.line, "callers": list(p.callers), "source": p.text}
+
+        def access(a: Access) -> dict:
+            return vars(a) | {"place": place(a.place)} | {
+                name: {str(lane): x for lane, x in getattr(a, name).items()}
+                for name in ("example", "example_elements")}
+
+        return {
+            "findings": [{"what": f.what, "kernel": f.kernel, "element": f.element, "count": f.count,
+                          "message": f.message,
+                          "parties": [{"block": list(p.block), "thread": list(p.thread), "kind": p.kind,
+                                       "place": place(p.place)} for p in f.parties]} for f in self.findings],
+            "kernels": [vars(k) | {"grid": list(k.grid), "block": list(k.block),
+                                   "traffic": {name: vars(t) for name, t in k.traffic.items()}}
+                        for k in self.kernels],
+            "traffic": {name: vars(t) for name, t in self.traffic().items()},
+            "flops": self.flops,
+            "accesses": [access(a) for a in self.accesses],
+        }
+
+    def find(self, line: str, kind: str | None = None) -> list[Access]:
+        """The accesses of a line, such as "fwd_04_flash2.cuh:86"; also those of functions that it calls.
+
+        Raises:
+            ValueError: if the line has none.
+        """
+        found = [a for a in self.accesses if line in (str(a.place), f"{a.place.file}:{a.place.line}",
+                                                      *a.place.callers) and kind in (None, a.kind)]
+        if not found:
+            lines = {line for a in self.accesses for line in (str(a.place), *a.place.callers)}
+            known = ", ".join(sorted(lines)) or "no line"
+            raise ValueError(f"no access was seen at {line!r}; there are accesses at {known}")
+        return found
+
+    def plot(self, file: str | Path | None = None, line: str | None = None):
+        """Draw the HBM traffic by array or, for a line such as "fwd_04_flash2.cuh:86", which lane of a warp
+        touches which bank (shared memory) or sector (HBM), in the line's worst request.
+
+        Args:
+            file: where to save the picture, if anywhere.
+            line: as for `find`.
+        Returns:
+            The matplotlib Figure.
+        Raises:
+            ValueError: if the line has no accesses.
+        """
+        from . import pictures
+        figure = pictures.traffic(self) if line is None else pictures.requests(self.find(line))
+        if file is not None:
+            figure.savefig(file, dpi=130)
+        return figure
+
+    def __rich__(self):
+        from . import tables
+        return tables.report(self)
+
+    def __str__(self) -> str:
+        from . import tables
+        return tables.as_text(self)
+
+    __repr__ = __str__

@@ -1,0 +1,411 @@
+// Is an access allowed? The compiler has put a call of observe() before every load and store of a checked
+// build; what a finding needs is known at that moment, and a store outside of all arrays can be prevented.
+#include "checker.h"
+
+#include <algorithm>
+#include <cstdlib>
+#include <cstring>
+#include <dlfcn.h>
+#include <new>
+#include <unordered_set>
+
+namespace sim {
+
+Checker* checker;
+std::mutex checker_mutex;
+
+// -------------------------------------------------------------------------------- memory
+void FreeCells::operator()(Cell* p) const { free(p); }
+
+static Cell* new_cells(size_t count) {       // zero, and untouched until they are used
+  void* p = calloc(count, sizeof(Cell));
+  if (!p) throw std::bad_alloc();
+  return static_cast<Cell*>(p);
+}
+
+Memory::Memory(std::string name, char* base, size_t bytes, int shift)
+    : name(std::move(name)), base(base), bytes(bytes), shift(shift), state((bytes >> shift) + 1),
+      cells(new_cells((bytes >> shift) + 1)) {}
+
+// From now on with a cell for every 2^new_shift bytes. What is known of a cell holds for each of its parts.
+void Memory::refine(int new_shift) {
+  const int parts = 1 << (shift - new_shift);
+  const size_t count = state.size();
+  std::vector<uint8_t> new_state(count * parts);
+  std::unique_ptr<Cell[], FreeCells> finer(new_cells(count * parts));
+  for (size_t i = 0; i < count * parts; i++) {
+    new_state[i] = state[i / parts];
+    finer[i] = cells[i / parts];
+  }
+  state = std::move(new_state);
+  cells = std::move(finer);
+  shift = new_shift;
+}
+
+// Memory that a kernel may use although no array was declared for it: the launch's arguments, threadIdx and
+// its like, and what the kernel's own library holds (__device__ variables, constants). None of it is checked.
+static bool is_known_otherwise(const Worker& w, const char* p) {
+  static std::unordered_set<uintptr_t> pages_of_library;
+  if (size_t(p - static_cast<const char*>(w.launch->arguments)) < w.launch->argument_bytes) return true;
+  for (auto* own : {reinterpret_cast<const char*>(&threadIdx), reinterpret_cast<const char*>(&blockIdx),
+                    reinterpret_cast<const char*>(&blockDim), reinterpret_cast<const char*>(&gridDim)})
+    if (size_t(p - own) < sizeof(dim3)) return true;
+  const uintptr_t page = reinterpret_cast<uintptr_t>(p) / 4096;
+  if (pages_of_library.count(page)) return true;
+  Dl_info here, kernel;
+  if (!dladdr(p, &here) || !dladdr(w.launch->kernel, &kernel)) return false;
+  if (here.dli_fbase != kernel.dli_fbase) return false;
+  pages_of_library.insert(page);
+  return true;
+}
+
+// The number of the array that an address lies in: of one that may be used there, if arrays overlap.
+static int find_array(const char* p) {
+  static size_t last = 0;
+  auto& arrays = checker->arrays;
+  auto holds = [&](size_t i) { return arrays[i] && size_t(p - arrays[i]->base) < arrays[i]->bytes; };
+  auto allows = [&](size_t i) {
+    return holds(i) && arrays[i]->state[size_t(p - arrays[i]->base) >> arrays[i]->shift] & Memory::VALID;
+  };
+  if (last < arrays.size() && allows(last)) return int(last);
+  for (size_t i = 0; i < arrays.size(); i++)
+    if (allows(i)) return int(last = i);
+  for (size_t i = 0; i < arrays.size(); i++)
+    if (holds(i)) return int(i);
+  return NO_ARRAY;
+}
+
+// The number of an access: of an instruction and the array that it touches.
+static uint16_t number_of(const void* pc, int array, Kind kind) {
+  static uint16_t cache[1 << 12];
+  auto& accesses = checker->accesses;
+  uint16_t& number = cache[(reinterpret_cast<uintptr_t>(pc) * 31 + size_t(array)) % (1 << 12)];
+  auto same = [&](const Access& a) { return a.pc == pc && a.array == array && a.kind == kind; };
+  if (number < accesses.size() && same(accesses[number])) return number;
+  size_t i = 1;
+  while (i < accesses.size() && !same(accesses[i])) i++;
+  if (i > UINT16_MAX) fail("too many calls in one flash.inspect(): divide them among several");
+  if (i == accesses.size()) accesses.push_back({pc, array, kind});
+  return number = uint16_t(i);
+}
+
+// -------------------------------------------------------------------------------- findings
+static uint3 block_index(const Worker& w, uint32_t number) {
+  const dim3 g = w.launch->grid;
+  return {number % g.x, number / g.x % g.y, number / g.x / g.y};
+}
+
+// The element of shared memory at an offset, such as tile[3][5].
+std::string shared_element(const Worker& w, size_t offset) {
+  const SharedArray* array = nullptr;
+  for (const SharedArray& a : w.arrays)    // of those that start before it, the nearest; a later name wins
+    if (a.offset <= offset && (!array || a.offset >= array->offset)) array = &a;
+  if (!array) return "shared memory";
+  size_t index = (offset - array->offset) / array->element_bytes;
+  std::string subscripts;
+  for (size_t i = array->extents.size(); i-- > 1;) {
+    subscripts = "[" + std::to_string(index % array->extents[i]) + "]" + subscripts;
+    index /= array->extents[i];
+  }
+  if (array->extents.empty() && !index && array->bytes) return array->name;     // __shared__ float x;
+  return array->name + ("[" + std::to_string(index) + "]") + subscripts;
+}
+
+constexpr size_t MOST_FINDINGS = 100;   // of different places
+
+static Finding* find_same(const std::string& what, const std::vector<Party>& parties) {
+  auto matches = [&](const Finding& f, bool swapped) {
+    if (f.what != what || f.parties.size() != parties.size()) return false;
+    for (size_t i = 0; i < parties.size(); i++) {
+      const Party& p = f.parties[swapped ? parties.size() - 1 - i : i];
+      if (p.access != parties[i].access || p.site.line != parties[i].site.line) return false;
+    }
+    return true;
+  };
+  for (Finding& f : checker->findings)
+    if (f.kernel == checker->kernel->name && (matches(f, false) || matches(f, true))) return &f;
+  return nullptr;
+}
+
+static void found(Finding finding) {
+  if (Finding* same = find_same(finding.what, finding.parties)) {
+    same->count++;
+    return;
+  }
+  if (checker->findings.size() >= MOST_FINDINGS) return;
+  const Worker& w = *worker;
+  finding.kernel = w.launch->name;
+  finding.count = 1;
+  if (finding.array == SHARED && finding.element.empty() && finding.bytes)
+    finding.element = shared_element(w, finding.offset);
+  checker->findings.push_back(std::move(finding));
+}
+
+static Party self(int access) {
+  const Worker& w = *worker;
+  return {w.current->thread_index, w.block_index, checker->accesses[access].kind, access, {}};
+}
+
+static void found_about(const char* what, int access, int array, int64_t offset, size_t bytes,
+                        std::string text = "") {
+  found({what, "", array, "", offset, bytes, {self(access)}, std::move(text), 0});
+}
+
+// -------------------------------------------------------------------------------- races
+static void found_race(int access, int array, int64_t offset, size_t bytes, unsigned thread, uint32_t block,
+                       int other) {
+  const Worker& w = *worker;
+  const Kind kind = checker->accesses[other].kind;
+  const Party before{w.fibers[thread].thread_index, block_index(w, block), kind, other, {}};
+  found({"race", "", array, "", offset, bytes, {before, self(access)}, "", 0});
+}
+
+static void check_race_with_writes(const Fiber& f, const Cell& c, int access, int array, uint64_t offset,
+                                  size_t bytes) {
+  const bool atomic = is_atomic(checker->accesses[access].kind);
+  for (const Write* w : {&c.last, &c.atomic_before})
+    if (w->time && !(w->atomic && atomic) && !has_happened(f, w->block, w->thread, w->time))
+      return found_race(access, array, offset, bytes, w->thread, w->block, w->access);
+}
+
+// Does the thread know that everybody's work of that time is done?
+static bool is_past(const Fiber& f, const Reads& r) {
+  return r.block == checker->block && r.time <= f.past->all_until;
+}
+
+static void check_race_with_reads(const Fiber& f, const Cell& c, int access, int array, uint64_t offset,
+                                  size_t bytes) {
+  for (const Reads& r : c.reads) {
+    if (!r.lanes || is_past(f, r)) continue;
+    for (unsigned lanes = r.lanes; lanes; lanes &= lanes - 1) {
+      const unsigned thread = r.warp * WARP_SIZE + __builtin_ctz(lanes);
+      if (has_happened(f, r.block, thread, r.time)) continue;
+      found_race(access, array, offset, bytes, thread, r.block, r.access);
+      break;
+    }
+  }
+}
+
+static void note_read(const Fiber& f, Cell& c, uint16_t access) {
+  const uint32_t block = checker->block;
+  const unsigned lane = 1u << f.lane;
+  Reads* place = nullptr;
+  for (Reads& r : c.reads) {
+    if (r.lanes && r.warp == f.warp && r.block == block && r.time == f.now) {
+      r.lanes |= lane;
+      r.access = access;
+      return;
+    }
+    if (!r.lanes || is_past(f, r)) place = &r;       // what all know of can be forgotten
+  }
+  if (!place) place = &c.reads[c.reads[0].warp != f.warp || c.reads[0].block != block];
+  *place = {lane, f.now, block, uint16_t(f.warp), access};
+}
+
+static void note_write(const Fiber& f, Cell& c, uint16_t access) {
+  const bool atomic = is_atomic(checker->accesses[access].kind);
+  const Write write{f.now, checker->block, uint16_t(f.number), access, atomic};
+  const bool same_thread = c.last.thread == write.thread && c.last.block == write.block;
+  if (!atomic) c.atomic_before = {};
+  else if (c.last.atomic && !same_thread) c.atomic_before = c.last;
+  c.last = write;
+  c.reads[0].lanes = c.reads[1].lanes = 0;
+}
+
+// -------------------------------------------------------------------------------- one access
+static void check_cells(const Fiber& f, Memory& m, int array, uint16_t access, uint64_t offset,
+                        size_t bytes) {
+  const Kind kind = checker->accesses[access].kind;
+  const uint32_t epoch = array == SHARED ? checker->block_epoch : checker->launch;
+  Traffic* traffic = array == SHARED ? nullptr : &checker->kernel->traffic[array];
+  const size_t first = offset >> m.shift, last = (offset + bytes - 1) >> m.shift;
+  for (size_t i = first; i <= last; i++) {
+    Cell& c = m.cells[i];
+    if (c.epoch != epoch) {
+      c = {};
+      c.epoch = epoch;
+    }
+    const uint64_t at = std::max<uint64_t>(offset, i << m.shift);
+    check_race_with_writes(f, c, access, array, at, bytes);
+    if (kind != Kind::READ) check_race_with_reads(f, c, access, array, at, bytes);
+    if (kind != Kind::WRITE) {
+      if (!(m.state[i] & Memory::INITIALISED) && kind != Kind::EXCHANGE)
+        found_about("uninitialised", access, array, at, bytes);
+      if (traffic && !c.read) traffic->unique_read += m.granule();
+      c.read = true;
+    }
+    if (kind == Kind::READ) {
+      note_read(f, c, access);
+    } else {
+      if (traffic && !c.written) traffic->unique_written += m.granule();
+      c.written = true;
+      m.state[i] |= Memory::INITIALISED;
+      note_write(f, c, access);
+    }
+  }
+}
+
+// The array nearest to an address that is in none, if one is near; else null.
+static const Memory* nearest_array(const char* p) {
+  const Memory* nearest = nullptr;
+  ptrdiff_t least = 1 << 20;
+  for (auto& m : checker->arrays) {
+    if (!m) continue;
+    const ptrdiff_t distance = std::max({m->base - p, p - (m->base + m->bytes) + 1, ptrdiff_t(0)});
+    if (distance < least) {
+      least = distance;
+      nearest = m.get();
+    }
+  }
+  return nearest;
+}
+
+// Before it does harm: the launch ends here.
+[[noreturn]] static void forbid(const char* p, size_t bytes, Kind kind, const void* pc) {
+  Worker& w = *worker;
+  const Memory* near = nearest_array(p);
+  char text[200];
+  if (near) {
+    const bool before = p < near->base;
+    const ptrdiff_t distance = before ? near->base - p : p - (near->base + near->bytes);
+    const char* where = before ? "before the start" : "past the end";
+    if (distance < 0) snprintf(text, sizeof text, "partly past the end of %s", near->name.c_str());
+    else snprintf(text, sizeof text, "%td bytes %s of %s", distance, where, near->name.c_str());
+  } else {
+    snprintf(text, sizeof text, "at address %p, in no array that the kernel was given",
+             static_cast<const void*>(p));
+  }
+  int array = NO_ARRAY;
+  for (size_t i = 0; i < checker->arrays.size(); i++)
+    if (near && checker->arrays[i].get() == near) array = int(i);
+  found_about("out of bounds", number_of(pc, array, kind), array, near ? p - near->base : 0, bytes, text);
+  w.error_is_found = true;
+  abandon_block(describe(w) + source_line(pc) + ": access out of bounds, " + text);
+}
+
+static bool within(const Memory& m, uint64_t offset, size_t bytes) {
+  const size_t first = offset >> m.shift, last = (offset + bytes - 1) >> m.shift;
+  return std::all_of(m.state.begin() + first, m.state.begin() + last + 1,
+                     [](uint8_t state) { return state & Memory::VALID; });
+}
+
+bool is_watched(const void* address) {
+  const Worker* w = worker;
+  if (!checker || !w || !w->current || !w->launch->checked) return false;               // the host's code
+  return size_t(static_cast<const char*>(address) - w->current->stack) >= STACK_BYTES;  // a local variable
+}
+
+void observe(const void* address, size_t bytes, Kind kind, const void* pc, bool aligned) {
+  if (!is_watched(address)) return;
+  if (interrupted()) fail("interrupted");
+  Worker* w = worker;
+  const Fiber& f = *w->current;
+  const char* p = static_cast<const char*>(address);
+
+  int array = SHARED;
+  if (size_t(p - w->shared) >= ARENA_BYTES) {
+    array = find_array(p);
+    if (array == NO_ARRAY && is_known_otherwise(*w, p)) return;
+    if (array == NO_ARRAY) forbid(p, bytes, kind, pc);
+  }
+  Memory& m = array == SHARED ? *checker->shared : *checker->arrays[array];
+  if (p + bytes > m.base + m.bytes) forbid(p, bytes, kind, pc);
+  const uint16_t access = number_of(pc, array, kind);
+  const uint64_t offset = p - m.base;
+  if (m.granule() > bytes) m.refine(bytes == 1 ? 0 : 1);
+  checker->kernel->accesses++;
+  count_access(access, f.warp, f.lane, offset, bytes);
+  if (aligned && reinterpret_cast<uintptr_t>(p) % bytes)
+    found_about("misaligned", access, array, offset, bytes);
+  if (within(m, offset, bytes)) check_cells(f, m, array, access, offset, bytes);
+  else found_about("out of bounds", access, array, offset, bytes);
+}
+
+// -------------------------------------------------------------------------------- a launch
+void begin_checked_launch(Worker& w) {
+  const Launch& launch = *w.launch;
+  checker->launch++;
+  forget_atomics();
+  auto& kernels = checker->kernels;
+  auto same = std::find_if(kernels.begin(), kernels.end(),
+                           [&](const Kernel& k) { return k.function == launch.kernel; });
+  if (same == kernels.end()) same = kernels.insert(kernels.end(), Kernel{});
+  checker->kernel = &*same;
+  Kernel& k = *same;
+  k.function = launch.kernel;
+  k.name = launch.name;
+  k.grid = launch.grid;
+  k.block = launch.block;
+  k.launches++;
+  k.traffic.resize(checker->arrays.size());
+  if (!checker->shared || checker->shared->base != w.shared || checker->shared->shift != 2)
+    checker->shared = std::make_unique<Memory>("shared memory", w.shared, ARENA_BYTES);
+}
+
+void begin_checked_block(Worker& w) {
+  const dim3 g = w.launch->grid;
+  checker->block = w.block_index.x + g.x * (w.block_index.y + g.y * w.block_index.z);
+  checker->block_epoch++;
+  checker->kernel->blocks++;
+  std::fill(checker->shared->state.begin(), checker->shared->state.end(), 0);
+  begin_time(w);
+}
+
+void end_checked_block(Worker& w) {
+  checker->kernel->shared_bytes = std::max(checker->kernel->shared_bytes, w.shared_bytes);
+  flush_all_requests(w.warps.size());
+}
+
+void shared_array_declared(Worker&, const SharedArray& a) {
+  Memory& m = *checker->shared;
+  if (a.bytes % m.granule()) m.refine(0);
+  for (size_t i = a.offset >> m.shift; i < (a.offset + a.bytes) >> m.shift; i++) m.state[i] |= Memory::VALID;
+}
+
+// -------------------------------------------------------------------------------- synchronisation
+// Whether all of the block's threads wait at the same barrier of the source.
+static void check_one_barrier(const Worker& w, const std::vector<Fiber*>& all) {
+  std::vector<Party> parties;
+  for (const Fiber* f : all) {
+    const bool known = std::any_of(parties.begin(), parties.end(), [&](const Party& p) {
+      return p.site.line == f->site.line && !strcmp(p.site.file, f->site.file);
+    });
+    if (!known) parties.push_back({f->thread_index, w.block_index, Kind::READ, 0, f->site});
+  }
+  if (parties.size() < 2) return;
+  std::sort(parties.begin(), parties.end(),
+            [](const Party& a, const Party& b) { return a.site.line < b.site.line; });
+  found({"barrier", "", SHARED, "", 0, 0, parties, "", 0});
+}
+
+void barrier_reached(Worker& w, const std::vector<Fiber*>& all) {
+  checker->kernel->barriers++;
+  flush_all_requests(w.warps.size());
+  check_one_barrier(w, all);
+  synchronise(all);
+}
+
+void warp_synchronised(Worker& w, int warp, unsigned lanes, bool orders_memory) {
+  const size_t first = size_t(warp) * WARP_SIZE;
+  const size_t count = std::min<size_t>(w.fibers.size() - first, WARP_SIZE);
+  if (unsigned(__builtin_popcount(lanes)) == count) flush_requests(warp);
+  if (!orders_memory) return;
+  checker->kernel->warp_barriers++;
+  std::vector<Fiber*> fibers;
+  for (; lanes; lanes &= lanes - 1) fibers.push_back(&w.fibers[first + __builtin_ctz(lanes)]);
+  synchronise(fibers);
+}
+
+// What ended the launch, unless it is a finding already.
+void error_found(const Worker& w) {
+  const std::string interrupted = ": interrupted";   // Ctrl-C is no mistake of the kernel's
+  const size_t start = w.error.size() - std::min(w.error.size(), interrupted.size());
+  if (w.error_is_found || w.error.substr(start) == interrupted) return;
+  std::vector<Party> parties;
+  for (auto& [thread, site] : w.error_sites)
+    if (site.line) parties.push_back({thread, w.block_index, Kind::READ, 0, site});
+  const bool deadlock = w.error.find(": deadlock: ") != std::string::npos;
+  found({deadlock ? "deadlock" : "error", "", SHARED, "", 0, 0, parties, w.error, 0});
+}
+
+}  // namespace sim

@@ -1,0 +1,167 @@
+// The checker (flash.inspect): a kernel of a checked build reports every access to memory before it makes
+// it, and the checker asks two things. Is it allowed? What does it cost?
+//
+//   hooks.cpp      what the compiler calls at every load and store of a checked build
+//   clock.cpp      what has certainly happened before what
+//   checker.cpp    is it allowed: bounds, alignment, initialised, races
+//   counters.cpp   what it costs: the sectors and wavefronts of a warp's requests
+//   report.cpp     findings and counts, as JSON for Python
+//
+// A checked launch runs its blocks one after the other, on one OS thread, and holds checker_mutex. So do the
+// functions that Python calls.
+#pragma once
+#include <memory>
+#include <mutex>
+#include <string>
+#include <vector>
+
+#include "runtime.h"
+
+namespace sim {
+
+enum class Kind : uint8_t { READ, WRITE, ATOMIC, EXCHANGE };   // EXCHANGE: an atomic; it needs no old value
+
+inline bool is_atomic(Kind kind) { return kind == Kind::ATOMIC || kind == Kind::EXCHANGE; }
+
+// -------------------------------------------------------------------------------- clock.cpp
+// A thread's time is a number that grows whenever it synchronises with others. A Past says up to which time
+// the work of each thread of a block has certainly happened, from one thread's point of view: a vector clock
+// (Mattern 1989; for finding races: Flanagan and Freund, FastTrack, 2009).
+struct Past {
+  std::vector<uint32_t> until;               // by thread of the block
+  uint32_t all_until = 0;                    // the least of these
+  Pasts elsewhere;                           // of other blocks of the launch
+};
+void begin_time(Worker& w);                                    // of a block
+void synchronise(const std::vector<Fiber*>& fibers);           // now each knows what any of them knows
+void fence(Fiber& f);
+void order_by_atomic(Fiber& f, const void* address);
+void forget_atomics();
+bool has_happened(const Fiber& f, uint32_t block, unsigned thread, uint32_t time);
+
+// -------------------------------------------------------------------------------- checker.cpp
+struct Write {
+  uint32_t time, block;        // time 0: there was none
+  uint16_t thread, access;
+  bool atomic;
+};
+
+struct Reads {                 // by lanes of one warp, at one time
+  uint32_t lanes, time, block;
+  uint16_t warp, access;
+};
+
+// What was done last to a few bytes of memory.
+struct Cell {
+  uint32_t epoch;              // in which block (shared memory) or launch (global); an older one: nothing
+  bool read, written;          // in this epoch at all
+  Write last, atomic_before;   // the last write; if it is atomic, the last atomic one of another thread
+  Reads reads[2];              // since the last write, the latest of two warps
+};
+
+struct FreeCells { void operator()(Cell* p) const; };
+
+// A stretch of memory with a cell for every 2^shift bytes of it: 4 bytes, until a smaller access is seen.
+struct Memory {
+  enum : uint8_t { VALID = 1, INITIALISED = 2 };
+
+  std::string name;
+  char* base = nullptr;
+  size_t bytes = 0;
+  int shift = 2;
+  std::vector<uint8_t> state;             // of each cell's bytes
+  std::unique_ptr<Cell[], FreeCells> cells;
+
+  Memory(std::string name, char* base, size_t bytes, int shift = 2);
+  size_t granule() const { return size_t(1) << shift; }
+  void refine(int new_shift);
+};
+
+struct Access {                // an instruction and what it touches
+  const void* pc;
+  int array;                   // number in Checker::arrays; or SHARED memory, or NO_ARRAY
+  Kind kind;
+};
+constexpr int SHARED = -1, NO_ARRAY = -2;
+
+// What the lanes of a warp ask of memory by executing one instruction together
+struct Request {
+  uint32_t lanes;              // a bit each
+  uint32_t access_bytes;       // of one lane
+  uint32_t offset[WARP_SIZE];  // in the array, or in shared memory
+};
+
+struct Counters {              // of one access, over all its requests
+  uint64_t requests = 0, lanes = 0;
+  uint64_t bytes = 0;                // asked for; by several lanes of a request: once
+  uint64_t units = 0, ideal = 0;     // sectors, of global memory; wavefronts, of shared memory
+  unsigned worst = 0;
+  Request example{};                 // the worst one
+  std::string example_element;       // in shared memory: of its first lane
+};
+
+struct Traffic {               // of one array in one kernel
+  uint64_t unique_read = 0, unique_written = 0;   // distinct bytes of each launch
+};
+
+struct Kernel {
+  const void* function = nullptr;
+  std::string name;
+  dim3 grid, block;
+  size_t shared_bytes = 0;     // a block, at most
+  uint64_t launches = 0, blocks = 0, barriers = 0, warp_barriers = 0, accesses = 0;
+  std::vector<Counters> counters;     // by access
+  std::vector<Traffic> traffic;       // by array
+};
+
+struct Party {                 // to a finding: a thread and what it does
+  uint3 thread, block;
+  Kind kind;
+  int access;                  // number in Checker::accesses; 0: `site` says where
+  Site site;
+};
+
+struct Finding {
+  std::string what;            // "race", "out of bounds", "misaligned", "uninitialised", "barrier", ...
+  std::string kernel;
+  int array;
+  std::string element;         // of shared memory
+  int64_t offset;              // in the array
+  uint64_t bytes;
+  std::vector<Party> parties;
+  std::string text;
+  uint64_t count;              // how often it happened
+};
+
+struct Checker {
+  std::vector<std::unique_ptr<Memory>> arrays;   // in global memory; null once forgotten
+  std::unique_ptr<Memory> shared;                // the worker's
+  std::vector<Access> accesses;
+  std::vector<Kernel> kernels;
+  Kernel* kernel = nullptr;                      // that runs
+  uint32_t launch = 0;                           // the epoch of global memory
+  uint32_t block_epoch = 0;                      // of shared memory
+  uint32_t block = 0;                            // the number of the block that runs, in its grid
+  std::vector<Finding> findings;
+};
+extern Checker* checker;       // null: nothing is inspected
+extern std::mutex checker_mutex;
+
+bool is_watched(const void* address);
+void observe(const void* address, size_t bytes, Kind kind, const void* pc, bool aligned);
+void begin_checked_launch(Worker& w);
+void begin_checked_block(Worker& w);
+void end_checked_block(Worker& w);
+void shared_array_declared(Worker& w, const SharedArray& array);
+void barrier_reached(Worker& w, const std::vector<Fiber*>& all);
+void warp_synchronised(Worker& w, int warp, unsigned lanes, bool orders_memory);
+void error_found(const Worker& w);
+std::string shared_element(const Worker& w, size_t offset);
+
+// -------------------------------------------------------------------------------- counters.cpp
+void count_access(int access, int warp, int lane, uint64_t offset, size_t bytes);
+void flush_requests(int warp);
+void flush_all_requests(size_t warps);
+void forget_requests();
+
+}  // namespace sim

@@ -1,0 +1,110 @@
+// What has certainly happened before what. Two accesses of different threads are ordered only if the later
+// thread knows of the earlier access: by a barrier, by __syncwarp, or by an atomic between two fences.
+// Shuffles and votes move values of registers; they order no memory.
+#include "checker.h"
+
+#include <algorithm>
+
+namespace sim {
+
+// What an atomic's address hands on, from threads that fenced before it to threads that fence after it. An
+// address in shared memory is another one in every block.
+static std::map<std::pair<const void*, uint32_t>, Pasts> handed_on;
+constexpr uint32_t ALL_BLOCKS = ~0u;
+
+void begin_time(Worker& w) {
+  auto past = std::make_shared<Past>();
+  past->until.resize(w.fibers.size());
+  for (Fiber& f : w.fibers) {
+    f.past = past;
+    f.now = 1;
+    f.released.reset();
+    f.to_acquire.reset();
+  }
+}
+
+static void add(Pasts& to, const Pasts& from);
+static void add(Past& to, const Past& from) {
+  for (size_t i = 0; i < to.until.size(); i++) to.until[i] = std::max(to.until[i], from.until[i]);
+  to.all_until = *std::min_element(to.until.begin(), to.until.end());
+  if (!from.elsewhere.empty()) add(to.elsewhere, from.elsewhere);
+}
+
+static void add(Pasts& to, const Pasts& from) {
+  for (auto& [block, past] : from) {
+    auto& mine = to[block];
+    if (!mine) {
+      mine = past;
+    } else if (mine != past) {
+      auto both = std::make_shared<Past>(*mine);
+      add(*both, *past);
+      mine = both;
+    }
+  }
+}
+
+static void add(std::shared_ptr<const Pasts>& to, const Pasts& from) {
+  auto both = to ? std::make_shared<Pasts>(*to) : std::make_shared<Pasts>();
+  add(*both, from);
+  to = both;
+}
+
+void synchronise(const std::vector<Fiber*>& fibers) {
+  auto past = std::make_shared<Past>(*fibers[0]->past);
+  std::shared_ptr<const Pasts> released, to_acquire;
+  const void *added = fibers[0]->past.get(), *added_released = nullptr, *added_to_acquire = nullptr;
+  for (const Fiber* f : fibers) {
+    if (f->past.get() != added) add(*past, *f->past);
+    if (f->released && f->released.get() != added_released) add(released, *f->released);
+    if (f->to_acquire && f->to_acquire.get() != added_to_acquire) add(to_acquire, *f->to_acquire);
+    added = f->past.get();
+    added_released = f->released.get();
+    added_to_acquire = f->to_acquire.get();
+  }
+  for (const Fiber* f : fibers) past->until[f->number] = f->now;
+  past->all_until = *std::min_element(past->until.begin(), past->until.end());
+  for (Fiber* f : fibers) {
+    f->past = past;
+    f->released = released;
+    f->to_acquire = to_acquire;
+    f->now++;
+  }
+}
+
+// __threadfence(): what this thread knows can be handed on by later atomics, its own or, after a barrier,
+// those of others in the block; and what was handed to earlier ones is now known. (__threadfence_block()
+// counts as one: whether its scope is wide enough is not checked.)
+void fence(Fiber& f) {
+  auto known = std::make_shared<Past>(*f.past);
+  known->until[f.number] = f.now++;
+  if (f.to_acquire) {
+    for (auto& [block, past] : *f.to_acquire) {
+      if (block == checker->block) add(*known, *past);
+      else add(known->elsewhere, {{block, past}});
+    }
+    f.to_acquire.reset();
+  }
+  f.past = known;
+  auto released = std::make_shared<Pasts>(known->elsewhere);
+  (*released)[checker->block] = known;
+  f.released = released;
+}
+
+void order_by_atomic(Fiber& f, const void* address) {
+  const bool shared = size_t(static_cast<const char*>(address) - worker->shared) < ARENA_BYTES;
+  const auto key = std::make_pair(address, shared ? checker->block : ALL_BLOCKS);
+  const auto found = handed_on.find(key);
+  if (found != handed_on.end()) add(f.to_acquire, found->second);
+  if (f.released) add(handed_on[key], *f.released);
+}
+
+void forget_atomics() { handed_on.clear(); }
+
+bool has_happened(const Fiber& f, uint32_t block, unsigned thread, uint32_t time) {
+  if (block == checker->block)
+    return thread == unsigned(f.number) || time <= f.past->all_until || time <= f.past->until[thread];
+  const auto known = f.past->elsewhere.find(block);
+  return known != f.past->elsewhere.end() && time <= known->second->until[thread];
+}
+
+}  // namespace sim

@@ -1,0 +1,91 @@
+// What a checked build calls before each load and store. It is compiled with -fsanitize=thread, which inserts
+// these calls for ThreadSanitizer's own library; here they lead to the checker instead, so the source of a
+// kernel needs no change. The address to which a call returns tells the line.
+#include <cstdint>
+#include <cstring>
+
+#include "checker.h"
+
+using sim::Kind;
+using sim::observe;
+
+#define PC __builtin_return_address(0)
+
+extern "C" {
+
+#define HOOKS(n)                                                                              \
+  void __tsan_read##n(void* p) { observe(p, n, Kind::READ, PC, true); }                       \
+  void __tsan_write##n(void* p) { observe(p, n, Kind::WRITE, PC, true); }                     \
+  void __tsan_unaligned_read##n(void* p) { observe(p, n, Kind::READ, PC, false); }            \
+  void __tsan_unaligned_write##n(void* p) { observe(p, n, Kind::WRITE, PC, false); }          \
+  void __tsan_volatile_read##n(void* p) { observe(p, n, Kind::READ, PC, true); }              \
+  void __tsan_volatile_write##n(void* p) { observe(p, n, Kind::WRITE, PC, true); }            \
+  void __tsan_unaligned_volatile_read##n(void* p) { observe(p, n, Kind::READ, PC, false); }   \
+  void __tsan_unaligned_volatile_write##n(void* p) { observe(p, n, Kind::WRITE, PC, false); }
+HOOKS(1)
+HOOKS(2)
+HOOKS(4)
+HOOKS(8)
+HOOKS(16)
+
+// A struct is copied in the largest pieces that its address and size allow. (nvcc goes by the type's
+// alignment, which is not known here.)
+static void observe_range(void* p, size_t bytes, Kind kind, const void* pc) {
+  const uintptr_t alignment = reinterpret_cast<uintptr_t>(p) | bytes;
+  const size_t piece = alignment % 16 == 0 ? 16 : alignment % 8 == 0 ? 8 : alignment % 4 == 0 ? 4
+                       : alignment % 2 == 0 ? 2 : 1;
+  for (size_t i = 0; i < bytes; i += piece) observe(static_cast<char*>(p) + i, piece, kind, pc, true);
+}
+void __tsan_read_range(void* p, size_t bytes) { observe_range(p, bytes, Kind::READ, PC); }
+void __tsan_write_range(void* p, size_t bytes) { observe_range(p, bytes, Kind::WRITE, PC); }
+
+// Calls of these come here: the linker puts __wrap_ before their names (simulator.link_flags).
+static void observe_bytes(void* p, size_t bytes, Kind kind, const void* pc) {
+  if (sim::is_watched(p)) observe_range(p, bytes, kind, pc);
+}
+void* __wrap_memcpy(void* to, const void* from, size_t bytes) {
+  observe_bytes(const_cast<void*>(from), bytes, Kind::READ, PC);
+  observe_bytes(to, bytes, Kind::WRITE, PC);
+  return memcpy(to, from, bytes);
+}
+void* __wrap_memmove(void* to, const void* from, size_t bytes) {
+  observe_bytes(const_cast<void*>(from), bytes, Kind::READ, PC);
+  observe_bytes(to, bytes, Kind::WRITE, PC);
+  return memmove(to, from, bytes);
+}
+void* __wrap_memset(void* to, int value, size_t bytes) {
+  observe_bytes(to, bytes, Kind::WRITE, PC);
+  return memset(to, value, bytes);
+}
+
+// Atomics of C++, in the host's code: of a std::atomic, or for a static variable that is initialised once
+#define SEQ __ATOMIC_SEQ_CST
+#define ATOMICS(bits, T)                                                                            \
+  T __tsan_atomic##bits##_load(const volatile T* p, int) { return __atomic_load_n(p, SEQ); }          \
+  void __tsan_atomic##bits##_store(volatile T* p, T x, int) { __atomic_store_n(p, x, SEQ); }          \
+  T __tsan_atomic##bits##_exchange(volatile T* p, T x, int) { return __atomic_exchange_n(p, x, SEQ); } \
+  T __tsan_atomic##bits##_fetch_add(volatile T* p, T x, int) { return __atomic_fetch_add(p, x, SEQ); } \
+  T __tsan_atomic##bits##_fetch_sub(volatile T* p, T x, int) { return __atomic_fetch_sub(p, x, SEQ); } \
+  T __tsan_atomic##bits##_fetch_and(volatile T* p, T x, int) { return __atomic_fetch_and(p, x, SEQ); } \
+  T __tsan_atomic##bits##_fetch_or(volatile T* p, T x, int) { return __atomic_fetch_or(p, x, SEQ); }   \
+  T __tsan_atomic##bits##_fetch_xor(volatile T* p, T x, int) { return __atomic_fetch_xor(p, x, SEQ); } \
+  int __tsan_atomic##bits##_compare_exchange_strong(volatile T* p, T* expected, T x, int, int) {    \
+    return __atomic_compare_exchange_n(p, expected, x, false, SEQ, SEQ);                                \
+  }                                                                                                 \
+  int __tsan_atomic##bits##_compare_exchange_weak(volatile T* p, T* expected, T x, int, int) {      \
+    return __atomic_compare_exchange_n(p, expected, x, true, SEQ, SEQ);                                 \
+  }
+ATOMICS(8, uint8_t)
+ATOMICS(16, uint16_t)
+ATOMICS(32, uint32_t)
+ATOMICS(64, uint64_t)
+void __tsan_atomic_thread_fence(int) { __atomic_thread_fence(__ATOMIC_SEQ_CST); }
+void __tsan_atomic_signal_fence(int) { __atomic_signal_fence(__ATOMIC_SEQ_CST); }
+
+void __tsan_init() {}
+void __tsan_func_entry(void*) {}
+void __tsan_func_exit() {}
+void __tsan_vptr_update(void**, void*) {}
+void __tsan_vptr_read(void**) {}
+
+}  // extern "C"

@@ -1,0 +1,423 @@
+// Kernels with one mistake each, for the checker: test_checker.py finds the lines of a finding by the
+// comments "// HERE: name" at their ends. With fixed = 1 each is right, and nothing is to be found.
+#include <cuda_runtime.h>
+
+static const char* result() {
+  const cudaError_t error = cudaGetLastError();
+  return error == cudaSuccess ? nullptr : cudaGetErrorString(error);
+}
+
+// ------------------------------------------------------------------------------------------- shared memory
+__global__ void barrier_before_use(const float* x, float* out, int fixed) {
+  __shared__ float tile[64];
+  tile[threadIdx.x] = x[threadIdx.x];  // HERE: barrier_before_use 1
+  if (fixed) __syncthreads();
+  out[threadIdx.x] = tile[63 - threadIdx.x];  // HERE: barrier_before_use 2
+}
+__global__ void barrier_after_use(const float* x, float* out, int fixed) {
+  __shared__ float tile[64];
+  float sum = 0.f;
+  for (int j = 0; j < 2; j++) {
+    tile[threadIdx.x] = x[64 * j + threadIdx.x];  // HERE: barrier_after_use 2
+    __syncthreads();
+    for (int k = 0; k < 64; k++) sum += tile[k];  // HERE: barrier_after_use 1
+    if (fixed) __syncthreads();
+  }
+  out[threadIdx.x] = sum;
+}
+__global__ void barrier_too_early(const float* x, float* out, int fixed) {
+  __shared__ float tile[2][64];
+  if (!fixed) __syncthreads();
+  tile[1][threadIdx.x] = x[threadIdx.x];  // HERE: barrier_too_early 1
+  if (fixed) __syncthreads();
+  out[threadIdx.x] = tile[1][(threadIdx.x + 32) % 64];  // HERE: barrier_too_early 2
+}
+// Each warp has a row of its own, so __syncwarp() is enough, but it is needed: a shuffle orders no memory.
+__global__ void syncwarp_missing(const float* x, float* out, int fixed) {
+  __shared__ float rows[2][32];
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  rows[warp][lane] = __shfl_xor_sync(0xffffffff, x[threadIdx.x], 1);  // HERE: syncwarp_missing 1
+  const float other = __shfl_xor_sync(0xffffffff, x[threadIdx.x], 2);
+  if (fixed) __syncwarp();
+  out[threadIdx.x] = rows[warp][31 - lane] + other;  // HERE: syncwarp_missing 2
+}
+__global__ void syncwarp_of_half(const float* x, float* out, int fixed) {
+  __shared__ float row[32];
+  row[threadIdx.x] = x[threadIdx.x];  // HERE: syncwarp_of_half 1
+  if (fixed) __syncwarp();
+  else if (threadIdx.x < 16) __syncwarp(0x0000ffff);
+  else __syncwarp(0xffff0000);
+  out[threadIdx.x] = row[threadIdx.x ^ 16];  // HERE: syncwarp_of_half 2
+}
+__global__ void syncwarp_across_warps(const float* x, float* out, int fixed) {
+  __shared__ float tile[64];
+  tile[threadIdx.x] = x[threadIdx.x];  // HERE: syncwarp_across_warps 1
+  __syncwarp();
+  if (fixed) __syncthreads();
+  out[threadIdx.x] = tile[threadIdx.x ^ 32];  // HERE: syncwarp_across_warps 2
+}
+// Warp 1 synchronises with itself a few times, reads, and then writes: nothing says that warp 0 has read.
+__global__ void write_after_two_reads(const float* x, float* out, int fixed) {
+  __shared__ float tile[32];
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  if (warp == 0) tile[lane] = x[lane];
+  __syncthreads();
+  if (warp == 1)
+    for (int i = 0; i < 3; i++) __syncwarp();
+  out[threadIdx.x] = tile[lane];  // HERE: write_after_two_reads 1
+  if (fixed) __syncthreads();
+  if (warp == 1) tile[lane] = 0.f;  // HERE: write_after_two_reads 2
+}
+__global__ void copied_by_memcpy(const float* x, float* out, int fixed) {
+  __shared__ float tile[64][16];
+  memcpy(tile[threadIdx.x], x, 16 * sizeof(float));  // HERE: copied_by_memcpy 1
+  if (fixed) __syncthreads();
+  out[threadIdx.x] = tile[63 - threadIdx.x][threadIdx.x % 16];  // HERE: copied_by_memcpy 2
+}
+// Double buffering: the next tile is loaded while this one is read, so it must go into the other buffer.
+__global__ void same_buffer(const float* x, float* out, int fixed) {
+  __shared__ float tile[2][64];
+  tile[0][threadIdx.x] = x[threadIdx.x];
+  float sum = 0.f;
+  for (int j = 0; j < 3; j++) {
+    __syncthreads();
+    const int next = fixed ? (j + 1) % 2 : j % 2;
+    if (j < 2) tile[next][threadIdx.x] = x[64 * (j + 1) + threadIdx.x];  // HERE: same_buffer 1
+    sum += tile[j % 2][63 - threadIdx.x];  // HERE: same_buffer 2
+    if (!fixed) __syncthreads();
+  }
+  out[threadIdx.x] = sum;
+}
+__global__ void sum_without_atomic(const float* x, float* out, int fixed) {
+  __shared__ float sum;
+  if (threadIdx.x == 0) sum = 0.f;
+  __syncthreads();
+  if (fixed) atomicAdd(&sum, x[threadIdx.x]);
+  else sum += x[threadIdx.x];  // HERE: sum_without_atomic 1
+  __syncthreads();
+  out[threadIdx.x] = sum;
+}
+__global__ void read_beside_atomic(const float* x, float* out, int fixed) {
+  __shared__ float sum;
+  if (threadIdx.x == 0) sum = 0.f;
+  __syncthreads();
+  atomicAdd(&sum, x[threadIdx.x]);  // HERE: read_beside_atomic 1
+  if (fixed) __syncthreads();
+  out[threadIdx.x] = sum;  // HERE: read_beside_atomic 2
+}
+__global__ void shared_off_by_one(const float* x, float* out, int fixed) {
+  __shared__ float a[64];
+  __shared__ float b[64];
+  b[threadIdx.x] = 0.f;
+  a[threadIdx.x] = 0.f;
+  __syncthreads();
+  a[threadIdx.x + !fixed] = x[threadIdx.x];  // HERE: shared_off_by_one 1
+  __syncthreads();
+  out[threadIdx.x] = a[threadIdx.x] + b[threadIdx.x];
+}
+__global__ void dynamic_too_small(const float* x, float* out) {
+  extern __shared__ float smem[];
+  float* A_smem = smem;
+  float* B_smem = A_smem + 64;
+  A_smem[threadIdx.x] = x[threadIdx.x];
+  B_smem[threadIdx.x] = x[threadIdx.x];  // HERE: dynamic_too_small 1
+  __syncthreads();
+  out[threadIdx.x] = A_smem[63 - threadIdx.x] + B_smem[63 - threadIdx.x];  // HERE: dynamic_too_small 2
+}
+// The ragged last tile is not filled with zeros.
+__global__ void tile_not_filled(const float* x, float* out, int fixed) {
+  __shared__ float tile[8][8];
+  const int row = threadIdx.x / 8, k = threadIdx.x % 8;
+  if (row < 5) tile[row][k] = x[threadIdx.x];
+  else if (fixed) tile[row][k] = 0.f;
+  __syncthreads();
+  float sum = 0.f;
+  for (int r = 0; r < 8; r++) sum += tile[r][k];  // HERE: tile_not_filled 1
+  out[threadIdx.x] = sum;
+}
+
+// ------------------------------------------------------------------------------------------- global memory
+__global__ void off_by_one(const float* x, float* out, int n, int fixed) {
+  const int i = blockIdx.x * blockDim.x + threadIdx.x;
+  if (fixed ? i < n : i <= n) out[i] = x[i % n];  // HERE: off_by_one 1
+}
+__global__ void before_the_start(const float* x, float* out, int fixed) {
+  const int i = threadIdx.x;
+  out[i] = (fixed && i == 0 ? 0.f : x[i - 1]) + x[i];  // HERE: before_the_start 1
+}
+__global__ void wild_pointer(float* out, int fixed) {
+  float* p = fixed ? out : nullptr;
+  p[threadIdx.x] = 1.f;  // HERE: wild_pointer 1
+}
+__global__ void same_address(const float* x, float* out, int fixed) {
+  out[fixed ? blockIdx.x * 32 + threadIdx.x : threadIdx.x] = x[threadIdx.x];  // HERE: same_address 1
+}
+// A block reads what another block writes: there is no order of blocks.
+__global__ void reads_neighbour(float* out, int fixed) {
+  out[blockIdx.x * 32 + threadIdx.x] = 1.f;  // HERE: reads_neighbour 1
+  if (!fixed && blockIdx.x) out[64 + threadIdx.x] = out[threadIdx.x];  // HERE: reads_neighbour 2
+}
+// The block that comes last adds up what all blocks have written (the "threadfence reduction").
+__global__ void fence_missing(float* out, unsigned* count, int fixed) {
+  __shared__ bool last;
+  if (threadIdx.x < 32) out[1 + blockIdx.x * 32 + threadIdx.x] = 1.f;  // HERE: fence_missing 1
+  __syncthreads();
+  if (threadIdx.x == 0) {
+    if (fixed) __threadfence();
+    last = atomicAdd(count, 1) == gridDim.x - 1;
+    if (fixed) __threadfence();
+  }
+  __syncthreads();
+  if (!last || threadIdx.x) return;
+  float sum = 0.f;
+  for (int i = 0; i < 32 * gridDim.x; i++) sum += out[1 + i];  // HERE: fence_missing 2
+  out[0] = sum;
+}
+__global__ void misaligned(const float* x, float* out, int fixed) {
+  const float4 v = *reinterpret_cast<const float4*>(x + 4 * threadIdx.x + !fixed);  // HERE: misaligned 1
+  out[threadIdx.x] = v.x + v.y + v.z + v.w;
+}
+
+// ------------------------------------------------------------------------------------------- barriers
+__global__ void early_return(const float* x, float* out, int n, int fixed) {
+  __shared__ float tile[64];
+  if (!fixed && threadIdx.x >= n) return;
+  tile[threadIdx.x] = x[threadIdx.x];
+  __syncthreads();  // HERE: early_return 1
+  if (threadIdx.x < n) out[threadIdx.x] = tile[n - 1 - threadIdx.x];
+}
+__global__ void barrier_in_loop(const float* x, float* out, int fixed) {
+  __shared__ float sum;
+  if (threadIdx.x == 0) sum = 0.f;
+  const int rounds = fixed ? 2 : 1 + threadIdx.x / 32;
+  for (int i = 0; i < rounds; i++) {
+    __syncthreads();  // HERE: barrier_in_loop 1
+    if (threadIdx.x == i) sum += x[i];
+  }
+  if (fixed) __syncthreads();
+  out[threadIdx.x] = fixed ? sum : 0.f;
+}
+__global__ void two_barriers(const float* x, float* out, int fixed) {
+  __shared__ float tile[64];
+  tile[threadIdx.x] = x[threadIdx.x];
+  if (fixed) {
+    __syncthreads();
+  } else if (threadIdx.x < 32) {
+    __syncthreads();  // HERE: two_barriers 1
+  } else {
+    __syncthreads();  // HERE: two_barriers 2
+  }
+  out[threadIdx.x] = tile[63 - threadIdx.x];
+}
+
+// The last round of a reduction reads what another thread has just written.
+__global__ void barrier_in_reduction(const float* x, float* out, int fixed) {
+  __shared__ float sums[64];
+  sums[threadIdx.x] = x[threadIdx.x];
+  __syncthreads();
+  for (int distance = 32; distance > 0; distance /= 2) {
+    const int other = threadIdx.x + distance;
+    if (threadIdx.x < distance) sums[threadIdx.x] += sums[other];  // HERE: barrier_in_reduction 1
+    if (fixed) __syncthreads();
+  }
+  if (threadIdx.x == 0) out[0] = sums[0];
+}
+// All fence, then one thread counts the block for all; and all of the last block fence before they read.
+__global__ void fence_by_all(const float* x, float* out, unsigned* count, int fixed) {
+  __shared__ bool last;
+  out[32 + blockIdx.x * 32 + threadIdx.x] = x[threadIdx.x];  // HERE: fence_by_all 1
+  if (fixed) __threadfence();
+  __syncthreads();
+  if (threadIdx.x == 0) last = atomicAdd(count, 1) == gridDim.x - 1;
+  __syncthreads();
+  if (!last) return;
+  __threadfence();
+  for (int b = 1; b <= gridDim.x; b++)
+    out[threadIdx.x] += out[b * 32 + threadIdx.x];  // HERE: fence_by_all 2
+}
+__global__ void read_after_own_atomic(const float* x, float* out, int fixed) {
+  atomicAdd(&out[fixed ? blockIdx.x : 0], x[threadIdx.x]);  // HERE: read_after_own_atomic 1
+  __syncthreads();
+  if (threadIdx.x) return;
+  out[100 + blockIdx.x] = out[fixed ? blockIdx.x : 0];  // HERE: read_after_own_atomic 2
+}
+// Shared memory lies at the same address in every block, and is not the same.
+__global__ void shared_atomic_between_blocks(float* out, unsigned* count, int fixed) {
+  __shared__ unsigned mine;
+  if (threadIdx.x) return;
+  mine = 0;
+  unsigned* counter = fixed ? count : &mine;
+  if (blockIdx.x == 0) out[0] = 1.f;  // HERE: shared_atomic_between_blocks 1
+  __threadfence();
+  atomicAdd(counter, 1);
+  __threadfence();
+  if (blockIdx.x) out[1] = out[0];  // HERE: shared_atomic_between_blocks 2
+}
+__global__ void row_past_the_end(const float* x, float* out, int fixed) {
+  __shared__ float a[8][33];
+  __shared__ float b[8][33];
+  b[threadIdx.x / 32][threadIdx.x % 32] = 0.f;
+  for (int row = 0; row < 8 + !fixed; row++)
+    if (threadIdx.x < 32) a[row][threadIdx.x] = x[threadIdx.x];  // HERE: row_past_the_end 1
+  __syncthreads();
+  out[threadIdx.x] = a[threadIdx.x / 32][threadIdx.x % 32] + b[threadIdx.x / 32][threadIdx.x % 32];
+}
+__global__ void vector_past_the_end(unsigned* count, int fixed) {
+  if (fixed) *count = 1;
+  else *reinterpret_cast<uint2*>(count) = make_uint2(1, 2);  // HERE: vector_past_the_end 1
+}
+
+extern "C" const char* run_wrong(int which, const float* x, float* out, unsigned* count, int fixed) {
+  switch (which) {
+    case 0: barrier_before_use<<<1, 64>>>(x, out, fixed); break;
+    case 1: barrier_after_use<<<1, 64>>>(x, out, fixed); break;
+    case 2: barrier_too_early<<<1, 64>>>(x, out, fixed); break;
+    case 3: syncwarp_missing<<<1, 64>>>(x, out, fixed); break;
+    case 4: syncwarp_of_half<<<1, 32>>>(x, out, fixed); break;
+    case 5: syncwarp_across_warps<<<1, 64>>>(x, out, fixed); break;
+    case 6: same_buffer<<<1, 64>>>(x, out, fixed); break;
+    case 7: sum_without_atomic<<<1, 64>>>(x, out, fixed); break;
+    case 8: read_beside_atomic<<<1, 64>>>(x, out, fixed); break;
+    case 9: shared_off_by_one<<<1, 64>>>(x, out, fixed); break;
+    case 10: dynamic_too_small<<<1, 64, fixed ? 512 : 508>>>(x, out); break;
+    case 11: tile_not_filled<<<1, 64>>>(x, out, fixed); break;
+    case 12: off_by_one<<<7, 32>>>(x, out, 200, fixed); break;
+    case 13: before_the_start<<<1, 64>>>(x, out, fixed); break;
+    case 14: wild_pointer<<<1, 64>>>(out, fixed); break;
+    case 15: same_address<<<2, 32>>>(x, out, fixed); break;
+    case 16: reads_neighbour<<<2, 32>>>(out, fixed); break;
+    case 17: fence_missing<<<3, 64>>>(out, count, fixed); break;
+    case 18: misaligned<<<1, 32>>>(x, out, fixed); break;
+    case 19: early_return<<<1, 64>>>(x, out, 50, fixed); break;
+    case 20: barrier_in_loop<<<1, 64>>>(x, out, fixed); break;
+    case 21: two_barriers<<<1, 64>>>(x, out, fixed); break;
+    case 22: write_after_two_reads<<<1, 64>>>(x, out, fixed); break;
+    case 23: copied_by_memcpy<<<1, 64>>>(x, out, fixed); break;
+    case 24: barrier_in_reduction<<<1, 64>>>(x, out, fixed); break;
+    case 25: fence_by_all<<<3, 32>>>(x, out, count, fixed); break;
+    case 26: read_after_own_atomic<<<4, 32>>>(x, out, fixed); break;
+    case 27: shared_atomic_between_blocks<<<2, 32>>>(out, count, fixed); break;
+    case 28: row_past_the_end<<<1, 64>>>(x, out, fixed); break;
+    case 29: vector_past_the_end<<<1, 1>>>(count, fixed); break;
+  }
+  return result();
+}
+
+// ------------------------------------------------------------------------------------------- what it costs
+__global__ void transpose_unpadded(const float* x, float* out, int n) {
+  __shared__ float tile[32][32];
+  const int column = blockIdx.x * 32 + threadIdx.x, row = blockIdx.y * 32 + threadIdx.y;
+  tile[threadIdx.y][threadIdx.x] = x[row * n + column];
+  __syncthreads();
+  out[(blockIdx.x * 32 + threadIdx.y) * n + blockIdx.y * 32 + threadIdx.x] =
+      tile[threadIdx.x][threadIdx.y];  // HERE: unpadded
+}
+__global__ void transpose_padded(const float* x, float* out, int n) {
+  __shared__ float tile[32][33];
+  const int column = blockIdx.x * 32 + threadIdx.x, row = blockIdx.y * 32 + threadIdx.y;
+  tile[threadIdx.y][threadIdx.x] = x[row * n + column];
+  __syncthreads();
+  out[(blockIdx.x * 32 + threadIdx.y) * n + blockIdx.y * 32 + threadIdx.x] =
+      tile[threadIdx.x][threadIdx.y];  // HERE: padded
+}
+__global__ void transpose_strided(const float* x, float* out, int n) {
+  const int column = blockIdx.x * 32 + threadIdx.x, row = blockIdx.y * 32 + threadIdx.y;
+  out[column * n + row] = x[row * n + column];  // HERE: strided
+}
+__global__ void copy_by_float4(const float4* x, float4* out) {
+  out[threadIdx.x] = x[threadIdx.x];  // HERE: float4
+}
+__global__ void copy_every_second(const float* x, float* out) {
+  if (threadIdx.x % 2 == 0) out[threadIdx.x] = x[threadIdx.x];  // HERE: every second
+}
+__global__ void copy_shifted(const float* x, float* out) {
+  out[threadIdx.x] = x[threadIdx.x + 4];  // HERE: shifted
+}
+__global__ void vectors_in_shared(const float4* x, float4* out, int pitch) {
+  extern __shared__ float4 V_smem[];
+  const int row = threadIdx.x / 4, k = threadIdx.x % 4;
+  V_smem[threadIdx.x] = x[threadIdx.x];  // HERE: vectors in a row
+  __syncthreads();
+  out[threadIdx.x] = V_smem[threadIdx.x % 8 * pitch];  // HERE: vectors in a column
+  if (k == 0) out[32 + row] = V_smem[5];  // HERE: one vector for all
+}
+extern "C" const char* run_cost(int which, const float* x, float* out, int n) {
+  auto* x4 = reinterpret_cast<const float4*>(x);
+  auto* out4 = reinterpret_cast<float4*>(out);
+  const dim3 grid(n / 32, n / 32), block(32, 32);
+  switch (which) {
+    case 0: transpose_unpadded<<<grid, block>>>(x, out, n); break;
+    case 1: transpose_padded<<<grid, block>>>(x, out, n); break;
+    case 2: transpose_strided<<<grid, block>>>(x, out, n); break;
+    case 3: copy_by_float4<<<1, 64>>>(x4, out4); break;
+    case 4: copy_every_second<<<1, 64>>>(x, out); break;
+    case 5: copy_shifted<<<1, 64>>>(x, out); break;
+    case 6: vectors_in_shared<<<1, 32, 1024>>>(x4, out4, n); break;
+  }
+  return result();
+}
+
+// ------------------------------------------------------------------------------------------- right, but odd
+// Neighbouring bytes and halves of a word belong to different threads; __device__ variables; structs.
+struct Three { float x, y, z; };
+__device__ int counter;
+__device__ const int table[4] = {3, 1, 2, 0};
+__global__ void odd_but_right(const unsigned char* bytes, unsigned char* out, Three* threes, short* halves) {
+  __shared__ unsigned char byte_smem[65];
+  __shared__ short half_smem[64];
+  __shared__ Three three_smem[64];
+  const int t = threadIdx.x;
+  byte_smem[t] = bytes[t];
+  half_smem[t] = halves[t];
+  three_smem[t] = threes[t];
+  if (t == 0) byte_smem[64] = 1;
+  atomicAdd(&counter, table[t % 4]);
+  byte_smem[t] ^= byte_smem[t];
+  __syncthreads();
+  out[t] = byte_smem[63 - t] + byte_smem[64];
+  halves[t] = half_smem[63 - t];
+  threes[t] = three_smem[63 - t];
+}
+extern "C" const char* run_odd_but_right(const unsigned char* bytes, unsigned char* out, Three* threes,
+                                         short* halves) {
+  odd_but_right<<<1, 64>>>(bytes, out, threes, halves);
+  return result();
+}
+
+// All the shared memory that a block can have; its dynamic part by two names; pointers X_smem of all kinds.
+__device__ float from_the_end(int i) {
+  extern __shared__ float also_smem[];
+  return also_smem[63 - i];
+}
+struct Parts {
+  float* K_smem = nullptr;
+  static size_t distance(float* Q_smem) {
+    float* V_smem = Q_smem + 4;
+    return V_smem - Q_smem;
+  }
+};
+__global__ void all_of_shared_memory(const float* x, float* out) {
+  extern __shared__ float smem[];
+  __shared__ float a[64];
+  __shared__ float b[60];
+  __shared__ unsigned flag;
+  const int t = threadIdx.x;
+  if (t == 0) atomicExch(&flag, 2u);
+  void* raw_smem = smem;
+  volatile float* volatile_smem = static_cast<float*>(raw_smem);
+  for (const float* p_smem = x + t; p_smem < x + t + 1; p_smem++) volatile_smem[t] = *p_smem;
+  a[t] = x[t];
+  if (t < 60) b[t] = a[t];
+  Parts parts;
+  if (t == 70) *parts.K_smem = 1.f;
+  else *(parts.K_smem = smem + 64 + t) = 2.f;
+  __syncthreads();
+  out[t] = from_the_end(t) + a[t] + b[t % 60] + *parts.K_smem + flag;
+}
+extern "C" const char* run_all_of_shared_memory(const float* x, float* out, int bytes) {
+  static const cudaError_t once = cudaFuncSetAttribute(
+      all_of_shared_memory, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
+  if (once != cudaSuccess || Parts::distance(out) != 4) return "not set up";
+  all_of_shared_memory<<<1, 64, bytes>>>(x, out);
+  return result();
+}

@@ -1,0 +1,680 @@
+"""flash.inspect() finds what is wrong, at the right line, and nothing in what is right; and it counts right.
+
+kernels/wrong.cu has the wrong kernels, each with a right twin; the counts are compared with those of an H200.
+"""
+
+import ctypes
+import functools
+import itertools
+import json
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import check, qkv_with_gaps, random_qkv
+
+import flash
+
+sys.path.insert(0, str(flash.ROOT / "results"))
+import counts  # noqa: E402
+
+WRONG = Path(__file__).parent / "kernels" / "wrong.cu"
+BANKS = Path(__file__).parent / "kernels" / "banks.cu"
+STAGES = flash.stages()
+BY_NAME = {stage.name: stage for stage in STAGES}
+CASES = re.findall(r"case (\d+): (\w+)<<<.*fixed", WRONG.read_text())
+NUMBERS = {name: int(number) for number, name in CASES}
+SEEDS = ["", "1", "2"]
+
+
+@functools.cache
+def library(source: Path) -> ctypes.CDLL:
+    return ctypes.CDLL(str(flash.build(source, torch.device("cpu"), checked=True)))
+
+
+def call(source: Path, function: str, *arguments, **arrays: torch.Tensor):
+    """(report, error) of run_<function> of a checked library."""
+    run = getattr(library(source), f"run_{function}")
+    run.restype = ctypes.c_char_p
+    with flash.inspect(**arrays) as report:
+        error = run(*(ctypes.c_void_p(x.data_ptr()) if isinstance(x, torch.Tensor) else ctypes.c_int(x)
+                      for x in arguments))
+    return report, error and error.decode()
+
+
+def run_wrong(name: str, fixed: bool):
+    x, out, count = torch.randn(200), torch.zeros(200), torch.zeros(1, dtype=torch.int32)
+    return call(WRONG, "wrong", NUMBERS[name], x, out, count, int(fixed), x=x, out=out, count=count)
+
+
+def lines_of(name: str) -> set[int]:
+    """The lines of the comments "// HERE: name" or "// HERE: name 1" in wrong.cu."""
+    lines = enumerate(WRONG.read_text().splitlines(), 1)
+    return {number for number, line in lines if re.search(rf"// HERE: {name}( \d)?$", line)}
+
+
+def set_seed(monkeypatch, seed: str) -> None:
+    if seed:
+        monkeypatch.setenv("FLASH_SIM_SEED", seed)
+    else:
+        monkeypatch.delenv("FLASH_SIM_SEED", raising=False)
+
+
+# ------------------------------------------------------------------------------------------ what is wrong
+WRONG_KERNELS = [  # name, what is found, on which element
+    ("barrier_before_use", "race", r"tile\[\d+\]"),
+    ("barrier_after_use", "race", r"tile\[\d+\]"),
+    ("barrier_too_early", "race", r"tile\[1\]\[\d+\]"),
+    ("syncwarp_missing", "race", r"rows\[[01]\]\[\d+\]"),
+    ("syncwarp_of_half", "race", r"row\[\d+\]"),
+    ("syncwarp_across_warps", "race", r"tile\[\d+\]"),
+    ("same_buffer", "race", r"tile\[[01]\]\[\d+\]"),
+    ("sum_without_atomic", "race", "sum"),
+    ("read_beside_atomic", "race", "sum"),
+    ("shared_off_by_one", "out of bounds", r"a\[64\]"),
+    ("dynamic_too_small", "out of bounds", r"B_smem\[63\]"),
+    ("tile_not_filled", "uninitialised", r"tile\[[567]\]\[\d\]"),
+    ("off_by_one", "out of bounds", r"out\[200\], outside of its shape \(200,\)"),
+    ("before_the_start", "out of bounds", r"x\[-1\], outside of its shape \(200,\)"),
+    ("wild_pointer", "out of bounds", ""),
+    ("same_address", "race", r"out\[\d+\]"),
+    ("reads_neighbour", "race", r"out\[\d+\]"),
+    ("fence_missing", "race", r"out\[\d+\]"),
+    ("misaligned", "misaligned", r"x\[\d+\]"),
+    ("early_return", "deadlock", ""),
+    ("barrier_in_loop", "deadlock", ""),
+    ("two_barriers", "barrier", ""),
+    ("write_after_two_reads", "race", r"tile\[\d+\]"),
+    ("copied_by_memcpy", "race", r"tile\[\d+\]\[\d+\]"),
+    ("barrier_in_reduction", "race", r"sums\[\d+\]"),
+    ("fence_by_all", "race", r"out\[\d+\]"),
+    ("read_after_own_atomic", "race", r"out\[0\]"),
+    ("shared_atomic_between_blocks", "race", r"out\[0\]"),
+    ("row_past_the_end", "out of bounds", r"a\[8\]\[\d+\]"),
+    ("vector_past_the_end", "out of bounds", r"count\[0\]"),
+]
+ENDS_THE_LAUNCH = {"off_by_one", "before_the_start", "wild_pointer", "early_return", "barrier_in_loop",
+                   "vector_past_the_end"}
+
+
+def test_every_wrong_kernel_is_tested():
+    assert [name for name, _, _ in WRONG_KERNELS] == list(NUMBERS) and len(NUMBERS) >= 12
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("name, what, element", WRONG_KERNELS, ids=[case[0] for case in WRONG_KERNELS])
+def test_wrong_kernel(monkeypatch, name, what, element, seed):
+    """Found under every schedule, also where the result happens to be right."""
+    set_seed(monkeypatch, seed)
+    report, error = run_wrong(name, fixed=False)
+    found = [f for f in report.findings if f.what == what]
+    assert found, report.findings
+    assert all(f.what in (what, "uninitialised") for f in report.findings), "beside it, only what it leads to"
+    assert {place.line for f in found for place in f.places} == lines_of(name)
+    for f in found:
+        assert f.kernel == name and {Path(place.file) for place in f.places} == {WRONG}
+        assert re.fullmatch(element, f.element), f.element
+        assert f.element in f.message and name in f.message
+        assert all(str(place) in f.message for place in f.places)
+        if what == "race":
+            (a, b) = f.parties
+            assert (a.block, a.thread) != (b.block, b.thread)
+            assert "read" not in (a.kind, b.kind) or a.kind != b.kind
+    assert bool(error) == (name in ENDS_THE_LAUNCH), error
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("name", NUMBERS)
+def test_its_right_twin(monkeypatch, name, seed):
+    set_seed(monkeypatch, seed)
+    report, error = run_wrong(name, fixed=True)
+    assert (report.findings, error) == ([], None)
+    assert report.kernels[0].name == name and report.kernels[0].thread_accesses > 0
+
+
+def test_races_between_lanes_and_their_threads():
+    report, _ = run_wrong("same_address", fixed=False)
+    (race,) = report.findings
+    assert [p.block for p in race.parties] == [(0, 0, 0), (1, 0, 0)]
+    assert race.parties[0].thread == race.parties[1].thread and race.count == 32
+    report, _ = run_wrong("shared_off_by_one", fixed=False)
+    assert report.findings[0].parties[0].thread == (63, 0, 0) and report.findings[0].count == 1
+
+
+def test_right_but_odd():
+    """Bytes and halves of one word that belong to different threads, structs, __device__ variables."""
+    small, out = torch.randint(100, (64,), dtype=torch.uint8), torch.zeros(64, dtype=torch.uint8)
+    threes, halves = torch.randn(64, 3), torch.randint(1000, (64,), dtype=torch.int16)
+    expected = threes.flip(0), halves.flip(0)
+    report, error = call(WRONG, "odd_but_right", small, out, threes, halves, bytes=small, out=out,
+                         threes=threes, halves=halves)
+    assert (report.findings, error) == ([], None)
+    assert torch.equal(threes, expected[0]) and torch.equal(halves, expected[1])
+    traffic = report.traffic()
+    assert {name: (t.read, t.unique_read, t.written, t.unique_written) for name, t in traffic.items()} == {
+        "bytes": (64, 64, 0, 0), "out": (0, 0, 64, 64), "threes": (768,) * 4, "halves": (128,) * 4}
+
+
+def test_all_of_shared_memory():
+    x, out = torch.randn(64), torch.zeros(64)
+    report, error = call(WRONG, "all_of_shared_memory", x, out, 227 * 1024 - 1024, x=x, out=out)
+    assert (report.findings, error) == ([], None)
+    assert torch.allclose(out, x.flip(0) + x + x[torch.arange(64) % 60] + 2 + 2)
+    assert report.kernels[0].shared_bytes <= 227 * 1024
+
+
+def test_messages_say_what_to_do():
+    (race,) = {f.message for f in run_wrong("barrier_in_reduction", False)[0].findings}
+    assert "a barrier between them" in race and "in a loop between its rounds" in race
+    assert "__threadfence()" in run_wrong("fence_missing", False)[0].findings[0].message
+    assert "or use atomics" in run_wrong("sum_without_atomic", False)[0].findings[0].message
+    assert "8 bytes from count[0] on" in run_wrong("vector_past_the_end", False)[0].findings[0].message
+    syncwarp = run_wrong("syncwarp_missing", False)[0].findings[0].message
+    assert "__syncwarp() if only threads of one warp share it" in syncwarp
+
+
+@pytest.mark.parametrize("x, offset, expected", [
+    (torch.zeros(2, 3), 16, "x[1, 1]"), (torch.zeros(1), 4, "x[1], outside"),
+    (torch.zeros(5, 1).t(), 12, "x[0, 3]"), (torch.zeros(4, 6)[:, ::2], 8, "x[0, 1]"),
+    (torch.zeros(3).expand(2, 3), 8, "x[0, 2]")])
+def test_names_of_elements(x, offset, expected):
+    with flash.inspect(x=x) as report:
+        pass
+    assert report._arrays[0].element(offset).startswith(expected)
+
+
+# ------------------------------------------------------------------------------------------ what it costs
+def one_access(report, memory: str, kind: str, name: str):
+    (access,) = [a for a in report.accesses if (a.memory, a.kind) == (memory, kind) and
+                 a.place.line in lines_of(name)]
+    return access
+
+
+def run_cost(number: int, n: int = 64):
+    x, out = torch.randn(4096), torch.zeros(4096)
+    report, error = call(WRONG, "cost", number, x, out, n, x=x, out=out)
+    assert (report.findings, error) == ([], None)
+    return report
+
+
+@pytest.mark.parametrize("number, name, ways", [(0, "unpadded", 32), (1, "padded", 1)])
+def test_bank_conflicts_of_a_transpose(number, name, ways):
+    access = one_access(run_cost(number), "shared", "read", name)
+    assert (access.units_per_request, access.ways, access.worst) == (ways, ways, ways)
+    assert access.requests == 64 * 64 // 32 and access.array == "tile"
+    banks = {address // 4 % 32 for address in access.example.values()}
+    assert len(banks) == 32 // ways
+
+
+def test_sectors():
+    report = run_cost(2)
+    read, written = (one_access(report, "HBM", kind, "strided") for kind in ("read", "write"))
+    assert (read.units_per_request, written.units_per_request) == (4, 32)
+    assert read.ideal == written.ideal == 4 * read.requests
+    assert report.traffic()["out"].moved == 8 * report.traffic()["out"].written == 8 * 64 * 64 * 4
+    for number, name, sectors, ideal, size in ((3, "float4", 16, 16, 16), (4, "every second", 4, 2, 4),
+                                               (5, "shifted", 5, 4, 4)):
+        access = one_access(run_cost(number), "HBM", "read", name)
+        assert (access.requests, access.units_per_request, access.ideal, access.access_bytes) == (
+            2, sectors, 2 * ideal, size)
+
+
+def test_vectors_in_shared_memory():
+    report = run_cost(6, n=4)
+    expected = {"vectors in a row": ("write", 4, 4), "vectors in a column": ("read", 16, 4),
+                "one vector for all": ("read", 2, 2)}
+    for name, (kind, units, ideal) in expected.items():
+        access = one_access(report, "shared", kind, name)
+        assert (access.units, access.ideal, access.requests) == (units, ideal, 1), name
+
+
+def test_banks_as_measured():
+    """Every pattern of indices takes as many wavefronts as on an H200 (results/h200/banks.json)."""
+    measured = json.loads((flash.ROOT / "results" / "h200" / "banks.json").read_text())["patterns"]
+    patterns = counts.patterns()
+    assert list(measured) == list(patterns) and len(patterns) > 50
+    for (name, indices), size in itertools.product(patterns.items(), (4, 8, 16)):
+        index, out = torch.tensor(indices, dtype=torch.int32), torch.zeros(32 * size // 4)
+        report, error = call(BANKS, "banks", size, index, out, index=index, out=out)
+        assert error is None
+        store, load = (sum(a.units for a in report.accesses if (a.memory, a.kind) == ("shared", kind))
+                       for kind in ("write", "read"))
+        assert [store, load] == measured[name][str(size)], f"{size} bytes at {name}"
+
+
+# ------------------------------------------------------------------------------------------ stages: counts
+@functools.cache
+def inspected(stage: str, N: int):
+    """The report of a stage: B=1 H=2 d=64, not causal, its default tiles. Its result is right."""
+    q, k, v = random_qkv(1, 2, 2, N, N, 64, "cpu")
+    with flash.inspect() as report:
+        o, lse = flash.attention(q, k, v, stage=stage, return_lse=True)
+    check(o, lse, q, k, v)
+    return report
+
+
+def derived_bytes(stage: str, N: int, d: int, Br: int, Bc: int) -> int:
+    """HBM bytes of one head by following the algorithm: what each warp or tile reads and writes."""
+    numbers = 0
+    tiles_of_q, tiles_of_k = range(0, N, Br), range(0, N, Bc)
+    if stage == "naive":
+        for _ in range(N * N // 32):             # warps of one query and 32 keys
+            numbers += d * (1 + 32) + 32         # Q: one number for all lanes; K; S
+        numbers += N * N * (1 + 1 + 1 + 1) + N   # S read three times, P; L
+        for _ in range(N * d // 32):             # warps of one query and 32 columns
+            numbers += N * (1 + 32) + 32         # P: one number for all lanes; V; O
+    elif stage == "tiled":
+        for _ in itertools.product(tiles_of_q, tiles_of_k):
+            numbers += Br * d + Bc * d + Br * Bc      # Q_i, K_j, S_ij
+        numbers += N * N * (1 + 1 + 1 + 1) + N
+        for _ in tiles_of_q:
+            numbers += sum(Bc * d + Br * Bc for _ in tiles_of_k) + Br * d    # V_j, P_ij; O_i
+    elif stage == "online_softmax":
+        numbers += N * d + 2 * N                      # O, m, l set
+        for _ in tiles_of_k:
+            numbers += 2 * Bc * d                     # K_j, V_j
+            for _ in tiles_of_q:
+                numbers += Br * d + 2 * (Br * d + 2 * Br)    # Q_i; O_i, m_i, l_i read and written
+        numbers += 3 * N                              # m, l, L
+    elif stage == "flash2":
+        for _ in tiles_of_q:
+            numbers += Br * d + sum(2 * Bc * d for _ in tiles_of_k) + Br * d + Br    # Q_i; K_j, V_j; O_i, L_i
+    return 4 * numbers
+
+
+@pytest.mark.parametrize("N", [64, 128, 256, 512])
+@pytest.mark.parametrize("stage", BY_NAME)
+def test_hbm_traffic(stage, N):
+    """Within 5 % of what the algorithm says, and of the formula in the stage's header."""
+    tiles = BY_NAME[stage].default_tiles(64)
+    counted, derived = inspected(stage, N).hbm.total, 2 * derived_bytes(stage, N, 64, **tiles)
+    assert derived and abs(counted / derived - 1) < 0.05
+    assert abs(counted / BY_NAME[stage].hbm_bytes(1, 2, N, N, 64, **tiles) - 1) < 0.05
+
+
+@pytest.mark.parametrize("stage", BY_NAME)
+def test_formula_of_other_shapes(stage):
+    """The header's formula, where N is no multiple of the tiles, N_q != N_k, d != 64."""
+    q, k, v = random_qkv(2, 2, 2, 50, 70, 24, "cpu")
+    with flash.inspect() as report:
+        flash.attention(q, k, v, stage=stage, Br=16, Bc=32)
+    assert abs(report.hbm.total / BY_NAME[stage].hbm_bytes(2, 2, 50, 70, 24, Br=16, Bc=32) - 1) < 0.05
+
+
+def test_requests_as_measured():
+    """Requests and sectors of HBM are those that an H200 counted, in every kernel of every stage; so are the
+    stores to shared memory. (nvcc merges loads from shared memory.)"""
+    measured = json.loads((flash.ROOT / "results" / "h200" / "counts_fwd.json").read_text())
+    assert measured["shape"] == {"B": 1, "H": 2, "N": 512, "d": 64, "causal": False, "dtype": "fp32"}
+    assert {row["stage"] for row in measured["kernels"]} == set(BY_NAME)
+    for row in measured["kernels"]:
+        ours = counts.simulated(inspected(row["stage"], 512), row["kernel"])
+        for what, count in ours.items():
+            if what.startswith("HBM") or "shared write" in what:
+                assert count == row["gpu"][what], (row["stage"], row["kernel"], what)
+        assert ours["shared read requests"] >= row["gpu"]["shared read requests"]
+        assert ours["shared read wavefronts"] == ours["shared read requests"], "no conflicts"
+
+
+def test_unique_bytes():
+    report = inspected("flash2", 256)
+    one = 2 * 256 * 64 * 4
+    traffic = report.traffic()
+    assert list(traffic) == ["Q", "K", "V", "O", "L"]
+    assert all((traffic[x].unique_read, traffic[x].unique_written) == (one, 0) for x in "QKV")
+    assert (traffic["O"].unique_read, traffic["O"].unique_written) == (0, one)
+    assert traffic["K"].read == 4 * one and traffic["Q"].read == one
+    naive = inspected("naive", 128)
+    assert naive.traffic()["S, P"].unique_written == 2 * 2 * 128 * 128 * 4, "by scores and by softmax_kernel"
+    assert [kernel.name for kernel in naive.kernels] == ["scores_kernel", "softmax_kernel", "output_kernel"]
+
+
+def test_loads_of_K_with_a_thread_per_row():
+    (k_load,) = [a for a in inspected("naive", 64).accesses if a.array == "K"]
+    assert k_load.units_per_request == 32 and k_load.ideal == 4 * k_load.requests
+    assert "K[col * p.K.stride_n + k]" in k_load.place.text
+
+
+@pytest.mark.parametrize("stage", ["tiled", "online_softmax", "flash2"])
+def test_no_bank_conflicts(stage):
+    """In the stages that pad K."""
+    assert all(a.ways == 1 for a in inspected(stage, 64).accesses if a.memory == "shared")
+
+
+def test_bank_conflicts_without_padding(tmp_path):
+    mine = mutated(tmp_path, "flash2", lambda text: text.replace("K_smem, d + 1,", "K_smem, d,").replace(
+        "* (d + 1) + k", "* d + k"))
+    q, k, v = random_qkv(1, 1, 1, 64, 64, 64, "cpu")
+    with flash.inspect() as report:
+        flash.attention(q, k, v, stage=mine)
+    (load,) = [a for a in report.accesses if a.array == "K_smem" and a.kind == "read"]
+    assert load.ways == 32
+
+
+def test_barriers_and_flops():
+    report = inspected("flash2", 128)
+    (kernel,) = report.kernels
+    assert (kernel.blocks, kernel.barriers, kernel.warp_barriers) == (4, 4 * 2 * 2, 4 * 2 * 8)
+    assert (kernel.grid, kernel.block, kernel.launches) == ((4, 1, 1), (256, 1, 1), 1)
+    assert kernel.shared_bytes == 4 * (64 * 64 + 64 * 129 + 64 * 64)
+    assert report.flops == 4 * 2 * 128 * 128 * 64
+    q, k, v = random_qkv(1, 1, 1, 3, 5, 8, "cpu")
+    with flash.inspect() as report:
+        flash.attention(q, k, v, causal=True)
+    assert report.flops == 4 * 8 * (3 + 4 + 5)
+
+
+# ------------------------------------------------------------------------------------------ stages: right
+SHAPES = [  # B, H, H_kv, N_q, N_k, d, causal, Br, Bc
+    (1, 2, 2, 64, 64, 64, True, None, None),
+    (2, 4, 2, 45, 70, 24, True, 16, 32),
+    (1, 4, 1, 100, 33, 40, False, 16, 64),
+    (1, 2, 2, 70, 50, 8, True, 8, 32),
+    (1, 1, 1, 1, 1, 128, False, None, None),
+    (1, 1, 1, 33, 65, 256, True, None, None),
+]
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("stage", BY_NAME)
+def test_no_finding_in_a_correct_stage(monkeypatch, stage, shape):
+    B, H, H_kv, N_q, N_k, d, causal, Br, Bc = shape
+    q, k, v = random_qkv(B, H, H_kv, N_q, N_k, d, "cpu")
+    tiles = {"Br": Br, "Bc": Bc} if Br else {}
+    for seed in SEEDS:
+        set_seed(monkeypatch, seed)
+        with flash.inspect() as report:
+            o, lse = flash.attention(q, k, v, causal=causal, stage=stage, return_lse=True, **tiles)
+        assert report.findings == []
+        check(o, lse, q, k, v, N_k - N_q if causal else None)
+
+
+@pytest.mark.parametrize("stage", BY_NAME)
+def test_no_finding_with_gaps_and_repeated_heads(stage):
+    """Strided tensors keep their meaning in the checker's copies."""
+    q, k, v, diagonal = qkv_with_gaps("cpu")
+    with flash.inspect() as report:
+        o, lse = flash.attention(q, k, v, causal=True, stage=stage, return_lse=True)
+    assert report.findings == []
+    check(o, lse, q, k, v, diagonal)
+    q = q.transpose(1, 2).contiguous().transpose(1, 2)      # (B, N, H, d) in memory
+    one_head = random_qkv(2, 1, 1, 70, 70, 32, "cpu")
+    k, v = (next(one_head).expand(2, 4, 70, 32) for _ in range(2))
+    with flash.inspect() as report:
+        o, lse = flash.attention(q, k, v, stage=stage, return_lse=True)
+    assert report.findings == []
+    check(o, lse, q, k, v)
+    assert o.stride() == q.stride(), "the output is as it would be without the checker"
+    assert report.traffic()["K"].unique_read == 2 * 70 * 32 * 4, "repeated heads are the same memory"
+
+
+# ------------------------------------------------------------------------------------------ stages: wrong
+def mutated(tmp_path: Path, stage: str, change, name: str = "mutant") -> Path:
+    file = tmp_path / f"{name}.cuh"
+    text = BY_NAME[stage].path.read_text()
+    file.write_text(change(text))
+    assert file.read_text() != text
+    return file
+
+
+BARRIERS = [(stage.name, line) for stage in STAGES
+            for line, text in enumerate(stage.path.read_text().splitlines(), 1)
+            if re.search(r"__sync(threads|warp)\(\);", text)]
+
+
+@pytest.mark.parametrize("stage, line", BARRIERS)
+def test_no_barrier_can_be_spared(tmp_path, stage, line):
+    """Each one removed is a race, between lines of this stage or of functions that it calls."""
+    def without(text):
+        lines = text.splitlines()
+        lines[line - 1] = re.sub(r"__sync\w+\(\);", "", lines[line - 1])
+        return "\n".join(lines) + "\n"
+    file = mutated(tmp_path, stage, without)
+    q, k, v = random_qkv(1, 1, 1, 70, 70, 16, "cpu")
+    with flash.inspect() as report:
+        flash.attention(q, k, v, stage=file, Br=32, Bc=32)
+    races = [f for f in report.findings if f.what == "race"]
+    assert races and {f.what for f in report.findings} <= {"race", "uninitialised"}
+    for race in races:
+        assert all(str(file.name) in f"{p} {p.callers}" or p.file == str(file) for p in race.places)
+
+
+OUT_OF_BOUNDS = [
+    ("naive", r"row >= p.N_q \|\| k >= d", "k >= d", {"S, P", "O"}),
+    ("naive", r"row >= p.N_q \|\| col >= p.N_k", "col >= p.N_k", {"Q", "S, P"}),
+    ("tiled", r"row < p.N_q && k < d", "k < d", {"O"}),
+    ("tiled", r"Bc, p.N_k\);", "Bc, p.N_k + 1);", {"K", "V"}),
+    ("online_softmax", r"if \(row >= p.N_q\) continue;", "", {"O", "m, l"}),
+    ("online_softmax", r"return 2 \* sizeof", "return sizeof", {"m, l"}),
+    ("flash2", r"if \(row >= p.N_q\) continue;", "", {"O", "L"}),
+    ("flash2", r"i \* Br, Br, p.N_q", "i * Br, Br, 1 << 20", {"Q"}),
+]
+
+
+@pytest.mark.parametrize("stage, pattern, replacement, arrays", OUT_OF_BOUNDS)
+def test_out_of_bounds_in_a_stage(tmp_path, stage, pattern, replacement, arrays):
+    """Also past the rows of a head, where the next head's would follow."""
+    file = mutated(tmp_path, stage, lambda text: re.sub(pattern, replacement, text))
+    q, k, v = random_qkv(2, 2, 2, 50, 50, 16, "cpu")
+    with flash.inspect() as report:
+        flash.attention(q, k, v, stage=file, Br=32, Bc=32)
+    found = [f for f in report.findings if f.what == "out of bounds"]
+    assert {re.match(r"\(?([\w, ]+?)\)?\[", f.element)[1] for f in found} == arrays
+    assert all("outside of its shape" in f.element for f in found)
+
+
+def test_row_past_the_end_is_named(tmp_path):
+    file = mutated(tmp_path, "flash2", lambda text: text.replace("Br, Br, p.N_q", "Br, Br, p.N_q + 1"))
+    q, k, v = random_qkv(1, 2, 2, 50, 50, 16, "cpu")
+    with flash.inspect() as report:
+        flash.attention(q, k, v, stage=file, Br=32, Bc=32)
+    (finding,) = report.findings
+    assert finding.element == "Q[0, 0, 50, 0], outside of its shape (1, 2, 50, 16)" and finding.count == 32
+    assert finding.places[0].callers[0].startswith("mutant.cuh:")
+    assert "called at mutant.cuh:" in finding.message
+
+
+def test_wrong_row_of_the_workspace_is_uninitialised(tmp_path):
+    file = mutated(tmp_path, "tiled", lambda text: text.replace(
+        "scores_kernel<<<heads * Tr * Tc", "scores_kernel<<<heads * Tr"))
+    q, k, v = random_qkv(1, 1, 1, 64, 64, 16, "cpu")
+    with flash.inspect() as report:
+        flash.attention(q, k, v, stage=file, Br=32, Bc=32)
+    finding = report.findings[0]
+    assert (finding.what, finding.kernel) == ("uninitialised", "softmax_kernel")
+    assert finding.element.startswith("(S, P)[")
+
+
+def test_error_of_a_kernel_is_raised_and_found(tmp_path):
+    file = mutated(tmp_path, "flash2", lambda text: text.replace(
+        "extern __shared__", "if (threadIdx.x == 5) return;\n  extern __shared__"))
+    q, k, v = random_qkv(1, 1, 1, 64, 64, 16, "cpu")
+    with pytest.raises(RuntimeError, match="deadlock"), flash.inspect() as report:
+        flash.attention(q, k, v, stage=file)
+    (finding,) = report.findings
+    assert finding.what == "deadlock" and "mutant.cuh" in finding.message
+    assert {place.line for place in finding.places if place.line}, "the barrier's line"
+    assert "deadlock" in str(report)
+
+
+# ------------------------------------------------------------------------------------------ the report
+def test_report_as_text_and_dict():
+    report = inspected("flash2", 64)
+    text = str(report)
+    assert repr(report) == text and max(map(len, text.splitlines())) <= 120
+    assert "No findings" in text and "flash2_kernel: 2 blocks of 256 threads" in text
+    assert re.search(r"fwd_04_flash2.cuh:\d+  const float key = K_smem", text)
+    assert re.search(r"tile.cuh:\d+  tile\[row \* pitch \+ k\]", text)
+    assert "read K, 4 B a lane, called at fwd_04_flash2.cuh:" in text
+    assert "no cache" in text and "nvcc" in text
+    data = json.loads(json.dumps(report.to_dict()))
+    assert data["findings"] == [] and data["flops"] == report.flops
+    assert data["traffic"]["K"]["read"] == report.traffic()["K"].read
+    assert data["kernels"][0]["traffic"]["O"]["written"] == 2 * 64 * 64 * 4
+    assert sum(a["bytes"] for a in data["accesses"] if a["memory"] == "HBM") == report.hbm.total
+    wrong = json.loads(json.dumps(run_wrong("barrier_before_use", fixed=False)[0].to_dict()))
+    assert wrong["findings"][0]["parties"][0]["place"]["source"].startswith(("tile[", "out["))
+    assert "2 findings" in str(run_wrong("barrier_before_use", fixed=False)[0])
+
+
+def test_find_and_plot(tmp_path):
+    report = inspected("naive", 64)
+    line = next(str(a.place) for a in report.accesses if a.array == "K")
+    assert {a.array for a in report.find(line)} == {"Q", "K"} == {a.array for a in report.find(line, "read")}
+    with pytest.raises(ValueError, match=r"'fwd_01_naive.cuh:1'; there are accesses at fwd_01"):
+        report.find("fwd_01_naive.cuh:1")
+    stage = BY_NAME["flash2"].path
+    number = next(i for i, text in enumerate(stage.read_text().splitlines(), 1) if "load_tile(K_smem" in text)
+    of_a_function = inspected("flash2", 64).find(f"{stage.name}:{number}")
+    assert {(a.array, a.kind, a.place.file.split("/")[-1]) for a in of_a_function} == {
+        ("K", "read", "tile.cuh"), ("K_smem", "write", "tile.cuh")}
+    for number, arguments in enumerate(({}, {"line": line})):
+        file = tmp_path / f"{number}.png"
+        figure = report.plot(file, **arguments)
+        assert file.read_bytes().startswith(b"\x89PNG") and file.stat().st_size > 10_000
+        assert len(figure.axes) == number + 1
+    bars, lanes = report.plot(), report.plot(line=line)
+    assert [label.get_text() for label in bars.axes[0].get_yticklabels()] == ["Q", "K", "V", "O", "L", "S, P"]
+    texts = [text.get_text() for text in lanes.axes[0].texts]
+    assert texts == [str(lane) for lane in range(32)], "K: a sector for each lane"
+    assert [text.get_text() for text in lanes.axes[1].texts] == ["0-31"], "Q: one number for all"
+
+
+def test_picture_of_banks():
+    unpadded, padded = run_cost(0), run_cost(1)
+    rows = {}
+    for report, name in ((unpadded, "unpadded"), (padded, "padded")):
+        access = one_access(report, "shared", "read", name)
+        (axes,) = report.plot(line=str(access.place)).axes
+        rows[name] = len(axes.get_yticks())
+        assert len(axes.texts) == 32 and len(axes.get_xticks()) == 32
+    assert rows == {"unpadded": 32, "padded": 1}
+    access = one_access(run_cost(6, n=4), "shared", "read", "vectors in a column")
+    from simulator import pictures
+    assert len(pictures.requests([access]).axes[0].get_yticks()) == access.units == 16
+
+
+def test_several_calls_in_one_report():
+    q, k, v = random_qkv(1, 1, 1, 32, 32, 16, "cpu")
+    with flash.inspect() as report:
+        first = flash.attention(q, k, v, stage="flash2", Br=32, Bc=32)
+        second = flash.attention(q, k, v, stage="flash2", Br=32, Bc=32)
+    assert torch.equal(first, second) and report.findings == []
+    assert report.kernels[0].launches == 2 and report.traffic()["Q"].read == 2 * 32 * 16 * 4
+    with flash.inspect() as report:          # two kernels of the same name
+        for stage in ("naive", "tiled"):
+            flash.attention(q, k, v, stage=stage)
+    names = ["scores_kernel", "softmax_kernel", "output_kernel"]
+    assert [kernel.name for kernel in report.kernels] == [*names, *(f"{name} #2" for name in names)]
+    with flash.inspect() as report:
+        assert "complete at the end of the with block" in str(report)
+    assert report.kernels == report.findings == [] and report.hbm.total == 0
+    assert "No kernel was seen" in str(report)
+
+
+def test_one_inspection_at_a_time():
+    with flash.inspect(), pytest.raises(RuntimeError, match="one at a time"), flash.inspect():
+        pass
+    with flash.inspect() as report:         # the refusal has left no trace
+        assert report.findings == []
+    x = torch.zeros(64)
+    with pytest.raises(ValueError, match="x and y share elements"), flash.inspect(x=x, y=x[32:]):
+        pass
+    with flash.inspect(x=x[:32], y=x[32:], even=torch.zeros(8)[::2]):
+        pass
+    for wrong in ([1, 2], torch.empty(3, device="meta")):
+        with pytest.raises(ValueError, match=r"x must be a tensor on the CPU"), flash.inspect(x=wrong):
+            pass
+
+
+def test_clang_is_refused(tmp_path, monkeypatch):
+    clang = tmp_path / "c++"
+    clang.write_text("#!/bin/sh\necho clang version 14.0.6\n")
+    clang.chmod(0o755)
+    monkeypatch.setenv("CXX", str(clang))
+    with pytest.raises(RuntimeError, match="the checker needs GCC"), flash.inspect():
+        pass
+
+
+def test_an_inspection_ends_while_another_thread_runs():
+    """Its launches are watched or not; Python lives."""
+    x, out, count = torch.zeros(200), torch.zeros(200), torch.zeros(1, dtype=torch.int32)
+    pointers = [ctypes.c_void_p(t.data_ptr()) for t in (x, out, count)]
+    done = threading.Event()
+
+    def launch():
+        while not done.is_set():
+            library(WRONG).run_wrong(NUMBERS["barrier_in_reduction"], *pointers, 1)
+
+    library(WRONG)
+    thread = threading.Thread(target=launch)
+    thread.start()
+    for _ in range(50):
+        with flash.inspect(x=x, out=out, count=count):
+            pass
+    done.set()
+    thread.join()
+    assert run_wrong("barrier_in_reduction", fixed=True)[0].findings == []
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_tensors_of_a_GPU_are_refused():
+    q, k, v = random_qkv(1, 1, 1, 32, 32, 16, "cuda")
+    with flash.inspect(), pytest.raises(RuntimeError, match="pass CPU tensors"):
+        flash.attention(q, k, v)
+
+
+def test_other_threads_are_not_watched():
+    """A call in another Python thread meanwhile: not in the report, and right."""
+    q, k, v = random_qkv(1, 2, 2, 64, 64, 16, "cpu")
+    results = []
+    with flash.inspect() as report:
+        thread = threading.Thread(target=lambda: results.append(flash.attention(q, k, v, stage="tiled")))
+        thread.start()
+        o = flash.attention(q, k, v, stage="flash2")
+        thread.join()
+    assert [kernel.name for kernel in report.kernels] == ["flash2_kernel"]
+    assert torch.allclose(o, results[0], atol=1e-5)
+
+
+def test_an_edited_stage_is_inspected_anew(tmp_path):
+    file = tmp_path / "mine.cuh"
+    text = BY_NAME["flash2"].path.read_text()
+    q, k, v = random_qkv(1, 1, 1, 70, 70, 16, "cpu")
+    for content, wrong in ((text, False), (text.replace("__syncwarp();", ""), True), (text, False)):
+        file.write_text(content)
+        with flash.inspect() as report:
+            flash.attention(q, k, v, stage=file, Br=32, Bc=32)
+        assert bool(report.findings) == wrong
+        flash.attention(q, k, v, stage=file, Br=32, Bc=32)
+
+
+ENDLESS = """
+import ctypes, signal, sys, torch
+signal.signal(signal.SIGINT, signal.default_int_handler)   # a background process starts without
+sys.path.insert(0, sys.argv[1])
+import flash
+source = flash.ROOT / "tests" / "kernels" / "errors.cu"
+library = ctypes.CDLL(str(flash.build(source, torch.device("cpu"), checked=True)))
+x = torch.zeros(1024, dtype=torch.int32)
+with flash.inspect(x=x) as report:
+    print("started", flush=True)
+    library.run_endless(int(sys.argv[2]), ctypes.c_void_p(x.data_ptr()), 2, 64)
+"""
+
+
+@pytest.mark.parametrize("which", [0, 1, 4, 7])
+def test_ctrl_c(which):
+    process = subprocess.Popen([sys.executable, "-c", ENDLESS, str(flash.ROOT), str(which)], text=True,
+                               stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    assert process.stdout.readline() == "started\n"
+    time.sleep(0.3)
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=20)
+    assert process.returncode in (1, -signal.SIGINT) and "KeyboardInterrupt" in errors, errors
