@@ -44,6 +44,13 @@ def test_the_breakpoint_is_on_code():
     assert "S_reg[r][c] +=" in (flash.STAGES / file).read_text().splitlines()[int(line) - 1]
 
 
+def test_the_inspected_lines_are_loads_of_K():
+    lines = re.findall(r"line[= ]\"?(fwd_\w+\.cuh):(\d+)", README.read_text())
+    assert len(lines) == 2
+    for file, line in lines:
+        assert re.search(r"\bK(_smem)?\[", (flash.STAGES / file).read_text().splitlines()[int(line) - 1])
+
+
 def test_the_compiler_command_of_flash_fwd_cu(tmp_path):
     """As a reader would paste it."""
     if not (nvcc := test_nvcc.NVCC):
