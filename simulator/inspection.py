@@ -143,6 +143,7 @@ class Access:
     requests: int
     lanes: int         # that took part, over all requests
     bytes: int         # asked for, over all requests; what several lanes of one ask for, once
+    unique: int        # different ones of these in each launch; of HBM only
     units: int
     ideal: int
     worst: int         # units of the worst request
@@ -165,7 +166,7 @@ def _merged(accesses: list[Access]) -> list[Access]:
     for a in accesses:
         key = (a.kernel, a.place, a.memory, a.kind, a.array, a.access_bytes)
         b = merged.get(key, a)
-        totals = ("requests", "lanes", "bytes", "units", "ideal")
+        totals = ("requests", "lanes", "bytes", "unique", "units", "ideal")
         sums = {name: getattr(a, name) + getattr(b, name) for name in totals}
         merged[key] = a if b is a else replace(a if a.worst > b.worst else b, **sums)
     return list(merged.values())
@@ -460,8 +461,8 @@ class Report:
                 elements = {}
             self.accesses.append(Access(
                 name, places[c["access"]], "HBM" if number >= 0 else "shared", kind, array_name,
-                *(c[x] for x in ("access_bytes", "requests", "lanes", "bytes", "units", "ideal", "worst")),
-                example, elements))
+                *(c[x] for x in ("access_bytes", "requests", "lanes", "bytes", "unique", "units", "ideal",
+                                 "worst")), example, elements))
         self.accesses = _merged(self.accesses)
         self.kernels.append(Kernel(
             name, tuple(k["grid"]), tuple(k["block"]), k["launches"], k["blocks"], k["shared_bytes"],

@@ -110,11 +110,13 @@ def _access_table(accesses: list[Access], memory: str) -> Table | None:
     title = {"HBM": "HBM, by line. Sectors of 32 bytes that a request of a warp moves, on average",
              "shared": "Shared memory, by line. Wavefronts that a request of a warp takes, on average; more "
                        "than ideal: bank conflicts"}
-    table = _table(title[memory], "line", "requests", "asked for", unit, "ideal", "worst")
+    asked = ("asked for", "unique") if memory == "HBM" else ("asked for",)
+    table = _table(title[memory], "line", "requests", *asked, unit, "ideal", "worst")
     for a in rows:
         called = f", called at {a.place.callers[0]}" if a.place.callers else ""
         line = f"{a.place}  {a.place.text}\n    {a.kind} {a.array}, {a.access_bytes} B a lane{called}"
+        sizes = (a.bytes, a.unique)[:len(asked)]
         table.add_row(
-            Text(line), f"{a.requests:,}", format_bytes(a.bytes), f"{a.units_per_request:.3g}",
+            Text(line), f"{a.requests:,}", *map(format_bytes, sizes), f"{a.units_per_request:.3g}",
             f"{a.ideal / a.requests:.3g}", str(a.worst), style="yellow" if a.units > a.ideal else "")
     return table

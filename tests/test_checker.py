@@ -159,6 +159,8 @@ def test_right_but_odd():
     traffic = report.traffic()
     assert {name: (t.read, t.unique_read, t.written, t.unique_written) for name, t in traffic.items()} == {
         "bytes": (64, 64, 0, 0), "out": (0, 0, 64, 64), "threes": (768,) * 4, "halves": (128,) * 4}
+    assert {a.array: a.unique for a in report.accesses if (a.memory, a.kind) == ("HBM", "read")} == {
+        "bytes": 64, "threes": 768, "halves": 128}
 
 
 def test_all_of_shared_memory():
@@ -330,7 +332,11 @@ def test_unique_bytes():
     assert all((traffic[x].unique_read, traffic[x].unique_written) == (one, 0) for x in "QKV")
     assert (traffic["O"].unique_read, traffic["O"].unique_written) == (0, one)
     assert traffic["K"].read == 4 * one and traffic["Q"].read == one
+    assert {(a.array, a.unique) for a in report.accesses if a.memory == "HBM"} == {
+        *((x, one) for x in "QKVO"), ("L", 2 * 256 * 4)}
     naive = inspected("naive", 128)
+    softmax = [a for a in naive.accesses if (a.kernel, a.kind) == ("softmax_kernel", "read")]
+    assert [a.unique for a in softmax] == [2 * 128 * 128 * 4] * 3, "three lines read all of S"
     assert naive.traffic()["S, P"].unique_written == 2 * 2 * 128 * 128 * 4, "by scores and by softmax_kernel"
     assert [kernel.name for kernel in naive.kernels] == ["scores_kernel", "softmax_kernel", "output_kernel"]
 

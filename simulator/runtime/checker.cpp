@@ -213,11 +213,26 @@ static void note_write(const Fiber& f, Cell& c, uint16_t access) {
 }
 
 // -------------------------------------------------------------------------------- one access
+// With a bit for each of the array's cells.
+static Counters& counters_of(uint16_t access, const Memory& m) {
+  auto& all = checker->kernel->counters;
+  if (all.size() <= access) all.resize(access + 1);
+  Counters& c = all[access];
+  if (c.touched.empty()) c.touched.resize(m.state.size());
+  if (const size_t parts = m.state.size() / c.touched.size(); parts > 1) {   // the cells have been divided
+    std::vector<bool> finer(m.state.size());
+    for (size_t i = 0; i < finer.size(); i++) finer[i] = c.touched[i / parts];
+    c.touched = finer;
+  }
+  return c;
+}
+
 static void check_cells(const Fiber& f, Memory& m, int array, uint16_t access, uint64_t offset,
                         size_t bytes) {
   const Kind kind = checker->accesses[access].kind;
   const uint32_t epoch = array == SHARED ? checker->block_epoch : checker->launch;
   Traffic* traffic = array == SHARED ? nullptr : &checker->kernel->traffic[array];
+  Counters* counters = array == SHARED ? nullptr : &counters_of(access, m);
   const size_t first = offset >> m.shift, last = (offset + bytes - 1) >> m.shift;
   for (size_t i = first; i <= last; i++) {
     Cell& c = m.cells[i];
@@ -226,6 +241,10 @@ static void check_cells(const Fiber& f, Memory& m, int array, uint16_t access, u
       c.epoch = epoch;
     }
     const uint64_t at = std::max<uint64_t>(offset, i << m.shift);
+    if (counters && !counters->touched[i]) {
+      counters->touched[i] = true;
+      counters->unique += m.granule();
+    }
     check_race_with_writes(f, c, access, array, at, bytes);
     if (kind != Kind::READ) check_race_with_reads(f, c, access, array, at, bytes);
     if (kind != Kind::WRITE) {
@@ -337,6 +356,7 @@ void begin_checked_launch(Worker& w) {
   k.grid = launch.grid;
   k.block = launch.block;
   k.launches++;
+  for (Counters& c : k.counters) c.touched.clear();
   k.traffic.resize(checker->arrays.size());
   if (!checker->shared || checker->shared->base != w.shared || checker->shared->shift != 2)
     checker->shared = std::make_unique<Memory>("shared memory", w.shared, ARENA_BYTES);

@@ -94,6 +94,8 @@ struct Request {
 struct Counters {              // of one access, over all its requests
   uint64_t requests = 0, lanes = 0;
   uint64_t bytes = 0;                // asked for; by several lanes of a request: once
+  uint64_t unique = 0;               // of global memory: different bytes of each launch
+  std::vector<bool> touched;         // cells, in this launch
   uint64_t units = 0, ideal = 0;     // sectors, of global memory; wavefronts, of shared memory
   unsigned worst = 0;
   Request example{};                 // the worst one

@@ -84,6 +84,7 @@ static std::string json(const Counters& c, size_t access) {
                       {"requests", json(c.requests)},
                       {"lanes", json(c.lanes)},
                       {"bytes", json(c.bytes)},
+                      {"unique", json(c.unique)},
                       {"units", json(c.units)},
                       {"ideal", json(c.ideal)},
                       {"worst", json(uint64_t(c.worst))},
