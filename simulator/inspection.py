@@ -275,8 +275,12 @@ def _extent(shape: tuple[int, ...], strides: tuple[int, ...]) -> int:
 
 def _overlap(x: torch.Tensor, y: torch.Tensor) -> bool:
     """Whether two tensors share elements."""
-    if x.untyped_storage().data_ptr() != y.untyped_storage().data_ptr() or not (x.numel() and y.numel()):
+    starts, ends = zip(*((t.data_ptr(), t.data_ptr() + _extent(t.shape, t.stride()) * t.element_size())
+                         for t in (x, y)), strict=True)
+    if max(starts) >= min(ends):
         return False
+    if x.untyped_storage().data_ptr() != y.untyped_storage().data_ptr():
+        return True  # of NumPy's, say
     used = torch.zeros(x.untyped_storage().nbytes(), dtype=torch.bool)
     def bytes_of(t: torch.Tensor) -> torch.Tensor:
         size = t.element_size()

@@ -29,7 +29,7 @@ _NAMED_PART = re.compile(  # a whole statement: type, *, name
     r"(?<=[;{}])\s*(?!else\b|do\b|return\b)[\w:]+(?:[\w:\s]|<[\w:,\s]*>)*\*\s*"
     r"(?:const\s+|__restrict__\s+)*"
     r"(?P<name>\w+_smem)\s*=[^;{}]*;")
-_NO_FUNCTION = r"\b(?:struct|class|union|namespace|extern)\b[^;{}()]*$"   # what starts before a brace
+_NO_FUNCTION = rf"\b(?:struct|class|union|namespace|extern)\b\s*{_ALIGNMENT}[^;{{}}()]*$"  # before a brace
 _OTHER_CUDA_SYNTAX = {
     r"\b__shared__\b": "this form of __shared__ is not understood: declare one array a statement, as in "
                        "`__shared__ float tile[32][33];` or `extern __shared__ float smem[];`",

@@ -6,7 +6,7 @@
 // limits:  Br * Bc <= 1024
 // shared:  0
 // workspace: S, P
-// hbm:     4 * B * H * N_q * (Tc * d + N_k * (2 * d + Td + 5) + d + 1)
+// hbm:     4 * B * H * N_q * (Tc * d + N_k * (2 * d * min(Bc, 32) // 32 + Td + 5) + d + 1)
 //
 // Attention as it stands in the formula, one kernel for each of its three steps (Algorithm 0 of the
 // FlashAttention-1 paper):
@@ -19,8 +19,8 @@
 // is read again. Nothing is kept on the chip on purpose; what reuse there is, the caches find.
 //
 // HBM traffic without caches (hbm, above): for each row of Q, its d numbers once per warp, that is Tc times;
-// all of K and V; S written, read three times and overwritten; P read once per warp, Td = ceil(d / Bc) times;
-// O and L.
+// all of K and V, or half of them if Bc is 16 and a warp has two rows; S written, read three times and
+// overwritten; P read once per warp, Td = ceil(d / Bc) times; O and L.
 //
 // Bound by the L1 cache, in scores_kernel, which takes most of the time. The lanes of a warp hold
 // neighbouring keys, so one load of K[k] touches 32 rows of K: 32 sectors of 32 bytes for 32 numbers, one

@@ -98,6 +98,9 @@ WRONG_KERNELS = [  # name, what is found, on which element
     ("shared_atomic_between_blocks", "race", r"out\[0\]"),
     ("row_past_the_end", "out of bounds", r"a\[8\]\[\d+\]"),
     ("vector_past_the_end", "out of bounds", r"count\[0\]"),
+    ("barrier_before_atomic", "race", "sum"),
+    ("read_before_atomic", "race", "sum"),
+    ("atomic_of_a_third", "race", "sum"),
 ]
 ENDS_THE_LAUNCH = {"off_by_one", "before_the_start", "wild_pointer", "early_return", "barrier_in_loop",
                    "vector_past_the_end"}
@@ -169,6 +172,16 @@ def test_all_of_shared_memory():
     assert (report.findings, error) == ([], None)
     assert torch.allclose(out, x.flip(0) + x + x[torch.arange(64) % 60] + 2 + 2)
     assert report.kernels[0].shared_bytes <= 227 * 1024
+    q, k, v = random_qkv(1, 1, 1, 64, 64, 64, "cpu")
+    check(*flash.attention(q, k, v, return_lse=True), q, k, v)   # unwatched, in the same memory
+
+
+def test_many_fences():
+    count = torch.zeros(1, dtype=torch.int32)
+    start = time.perf_counter()
+    report, error = call(WRONG, "fences", count, count=count)
+    assert (report.findings, error, count.item()) == ([], None, 20 * 64 * 4)
+    assert time.perf_counter() - start < 20
 
 
 def test_messages_say_what_to_do():
@@ -300,13 +313,13 @@ def test_hbm_traffic(stage, N):
     assert abs(counted / BY_NAME[stage].hbm_bytes(1, 2, N, N, 64, **tiles) - 1) < 0.05
 
 
-@pytest.mark.parametrize("stage", BY_NAME)
-def test_formula_of_other_shapes(stage):
+@pytest.mark.parametrize("stage, Bc", [*((stage, 32) for stage in BY_NAME), ("naive", 16), ("naive", 64)])
+def test_formula_of_other_shapes(stage, Bc):
     """The header's formula, where N is no multiple of the tiles, N_q != N_k, d != 64."""
     q, k, v = random_qkv(2, 2, 2, 50, 70, 24, "cpu")
     with flash.inspect() as report:
-        flash.attention(q, k, v, stage=stage, Br=16, Bc=32)
-    assert abs(report.hbm.total / BY_NAME[stage].hbm_bytes(2, 2, 50, 70, 24, Br=16, Bc=32) - 1) < 0.05
+        flash.attention(q, k, v, stage=stage, Br=16, Bc=Bc)
+    assert abs(report.hbm.total / BY_NAME[stage].hbm_bytes(2, 2, 50, 70, 24, Br=16, Bc=Bc) - 1) < 0.05
 
 
 def test_requests_as_measured():

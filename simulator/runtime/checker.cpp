@@ -160,56 +160,49 @@ static void found_race(int access, int array, int64_t offset, size_t bytes, unsi
   found({"race", "", array, "", offset, bytes, {before, self(access)}, "", 0});
 }
 
-static void check_race_with_writes(const Fiber& f, const Cell& c, int access, int array, uint64_t offset,
-                                  size_t bytes) {
-  const bool atomic = is_atomic(checker->accesses[access].kind);
-  for (const Write* w : {&c.last, &c.atomic_before})
-    if (w->time && !(w->atomic && atomic) && !has_happened(f, w->block, w->thread, w->time))
-      return found_race(access, array, offset, bytes, w->thread, w->block, w->access);
-}
-
 // Does the thread know that everybody's work of that time is done?
-static bool is_past(const Fiber& f, const Reads& r) {
-  return r.block == checker->block && r.time <= f.past->all_until;
+static bool is_past(const Fiber& f, const Lanes& l) {
+  return l.block == checker->block && l.time <= f.past->all_until;
 }
 
-static void check_race_with_reads(const Fiber& f, const Cell& c, int access, int array, uint64_t offset,
-                                  size_t bytes) {
-  for (const Reads& r : c.reads) {
-    if (!r.lanes || is_past(f, r)) continue;
-    for (unsigned lanes = r.lanes; lanes; lanes &= lanes - 1) {
-      const unsigned thread = r.warp * WARP_SIZE + __builtin_ctz(lanes);
-      if (has_happened(f, r.block, thread, r.time)) continue;
-      found_race(access, array, offset, bytes, thread, r.block, r.access);
-      break;
-    }
+static void check_race_with(const Lanes& l, const Fiber& f, int access, int array, uint64_t offset,
+                            size_t bytes) {
+  if (!l.lanes || is_past(f, l)) return;
+  for (unsigned lanes = l.lanes; lanes; lanes &= lanes - 1) {
+    const unsigned thread = l.warp * WARP_SIZE + __builtin_ctz(lanes);
+    if (!has_happened(f, l.block, thread, l.time))
+      return found_race(access, array, offset, bytes, thread, l.block, l.access);
   }
 }
 
-static void note_read(const Fiber& f, Cell& c, uint16_t access) {
+static void check_races(const Cell& c, const Fiber& f, int access, int array, uint64_t offset, size_t bytes) {
+  const Kind kind = checker->accesses[access].kind;
+  check_race_with(c.write, f, access, array, offset, bytes);
+  if (!is_atomic(kind))
+    for (const Lanes& l : c.atomics) check_race_with(l, f, access, array, offset, bytes);
+  if (kind != Kind::READ)
+    for (const Lanes& l : c.reads) check_race_with(l, f, access, array, offset, bytes);
+}
+
+static void note(Lanes (&done)[2], const Fiber& f, uint16_t access) {
   const uint32_t block = checker->block;
   const unsigned lane = 1u << f.lane;
-  Reads* place = nullptr;
-  for (Reads& r : c.reads) {
-    if (r.lanes && r.warp == f.warp && r.block == block && r.time == f.now) {
-      r.lanes |= lane;
-      r.access = access;
+  Lanes* place = nullptr;
+  for (Lanes& l : done) {
+    if (l.lanes && l.warp == f.warp && l.block == block && l.time == f.now) {
+      l.lanes |= lane;
+      l.access = access;
       return;
     }
-    if (!r.lanes || is_past(f, r)) place = &r;       // what all know of can be forgotten
+    if (!l.lanes || is_past(f, l)) place = &l;       // what all know of can be forgotten
   }
-  if (!place) place = &c.reads[c.reads[0].warp != f.warp || c.reads[0].block != block];
+  if (!place) place = &done[done[0].warp != f.warp || done[0].block != block];
   *place = {lane, f.now, block, uint16_t(f.warp), access};
 }
 
-static void note_write(const Fiber& f, Cell& c, uint16_t access) {
-  const bool atomic = is_atomic(checker->accesses[access].kind);
-  const Write write{f.now, checker->block, uint16_t(f.number), access, atomic};
-  const bool same_thread = c.last.thread == write.thread && c.last.block == write.block;
-  if (!atomic) c.atomic_before = {};
-  else if (c.last.atomic && !same_thread) c.atomic_before = c.last;
-  c.last = write;
-  c.reads[0].lanes = c.reads[1].lanes = 0;
+static void note_write(Cell& c, const Fiber& f, uint16_t access) {
+  c.write = {1u << f.lane, f.now, checker->block, uint16_t(f.warp), access};
+  for (Lanes* done : {c.reads, c.atomics}) done[0].lanes = done[1].lanes = 0;
 }
 
 // -------------------------------------------------------------------------------- one access
@@ -234,40 +227,40 @@ static void check_cells(const Fiber& f, Memory& m, int array, uint16_t access, u
   Traffic* traffic = array == SHARED ? nullptr : &checker->kernel->traffic[array];
   Counters* counters = array == SHARED ? nullptr : &counters_of(access, m);
   const size_t first = offset >> m.shift, last = (offset + bytes - 1) >> m.shift;
+  bool initialised = false;            // any of it: in the copy of a struct, its padding is not
   for (size_t i = first; i <= last; i++) {
     Cell& c = m.cells[i];
     if (c.epoch != epoch) {
       c = {};
       c.epoch = epoch;
     }
-    const uint64_t at = std::max<uint64_t>(offset, i << m.shift);
     if (counters && !counters->touched[i]) {
       counters->touched[i] = true;
       counters->unique += m.granule();
     }
-    check_race_with_writes(f, c, access, array, at, bytes);
-    if (kind != Kind::READ) check_race_with_reads(f, c, access, array, at, bytes);
+    check_races(c, f, access, array, std::max<uint64_t>(offset, i << m.shift), bytes);
+    initialised |= m.state[i] & Memory::INITIALISED;
     if (kind != Kind::WRITE) {
-      if (!(m.state[i] & Memory::INITIALISED) && kind != Kind::EXCHANGE)
-        found_about("uninitialised", access, array, at, bytes);
       if (traffic && !c.read) traffic->unique_read += m.granule();
       c.read = true;
     }
-    if (kind == Kind::READ) {
-      note_read(f, c, access);
-    } else {
+    if (kind != Kind::READ) {
       if (traffic && !c.written) traffic->unique_written += m.granule();
       c.written = true;
       m.state[i] |= Memory::INITIALISED;
-      note_write(f, c, access);
     }
+    if (kind == Kind::READ) note(c.reads, f, access);
+    else if (is_atomic(kind)) note(c.atomics, f, access);
+    else note_write(c, f, access);
   }
+  const bool needs_value = kind == Kind::READ || kind == Kind::ATOMIC;
+  if (needs_value && !initialised) found_about("uninitialised", access, array, offset, bytes);
 }
 
 // The array nearest to an address that is in none, if one is near; else null.
 static const Memory* nearest_array(const char* p) {
   const Memory* nearest = nullptr;
-  ptrdiff_t least = 1 << 20;
+  ptrdiff_t least = 1 << 16;
   for (auto& m : checker->arrays) {
     if (!m) continue;
     const ptrdiff_t distance = std::max({m->base - p, p - (m->base + m->bytes) + 1, ptrdiff_t(0)});

@@ -40,14 +40,8 @@ void forget_atomics();
 bool has_happened(const Fiber& f, uint32_t block, unsigned thread, uint32_t time);
 
 // -------------------------------------------------------------------------------- checker.cpp
-struct Write {
-  uint32_t time, block;        // time 0: there was none
-  uint16_t thread, access;
-  bool atomic;
-};
-
-struct Reads {                 // by lanes of one warp, at one time
-  uint32_t lanes, time, block;
+struct Lanes {                 // of one warp, that did something at one time
+  uint32_t lanes, time, block; // lanes: a bit each; 0: nobody
   uint16_t warp, access;
 };
 
@@ -55,8 +49,8 @@ struct Reads {                 // by lanes of one warp, at one time
 struct Cell {
   uint32_t epoch;              // in which block (shared memory) or launch (global); an older one: nothing
   bool read, written;          // in this epoch at all
-  Write last, atomic_before;   // the last write; if it is atomic, the last atomic one of another thread
-  Reads reads[2];              // since the last write, the latest of two warps
+  Lanes write;                 // the last plain write
+  Lanes reads[2], atomics[2];  // since then, of two warps (a third one that is not ordered pushes one out)
 };
 
 struct FreeCells { void operator()(Cell* p) const; };

@@ -23,21 +23,26 @@ void begin_time(Worker& w) {
   }
 }
 
-static void add(Pasts& to, const Pasts& from);
-static void add(Past& to, const Past& from) {
+// A Past that is handed on has no `elsewhere`: what its thread knows of other blocks is handed on beside it.
+static void add_time(Past& to, const Past& from) {
   for (size_t i = 0; i < to.until.size(); i++) to.until[i] = std::max(to.until[i], from.until[i]);
   to.all_until = *std::min_element(to.until.begin(), to.until.end());
-  if (!from.elsewhere.empty()) add(to.elsewhere, from.elsewhere);
+}
+
+static bool knows(const Past& a, const Past& b) {   // all that b knows
+  for (size_t i = 0; i < a.until.size(); i++)
+    if (a.until[i] < b.until[i]) return false;
+  return true;
 }
 
 static void add(Pasts& to, const Pasts& from) {
   for (auto& [block, past] : from) {
     auto& mine = to[block];
-    if (!mine) {
+    if (!mine || knows(*past, *mine)) {
       mine = past;
-    } else if (mine != past) {
+    } else if (!knows(*mine, *past)) {
       auto both = std::make_shared<Past>(*mine);
-      add(*both, *past);
+      add_time(*both, *past);
       mine = both;
     }
   }
@@ -54,7 +59,10 @@ void synchronise(const std::vector<Fiber*>& fibers) {
   std::shared_ptr<const Pasts> released, to_acquire;
   const void *added = fibers[0]->past.get(), *added_released = nullptr, *added_to_acquire = nullptr;
   for (const Fiber* f : fibers) {
-    if (f->past.get() != added) add(*past, *f->past);
+    if (f->past.get() != added) {
+      add_time(*past, *f->past);
+      add(past->elsewhere, f->past->elsewhere);
+    }
     if (f->released && f->released.get() != added_released) add(released, *f->released);
     if (f->to_acquire && f->to_acquire.get() != added_to_acquire) add(to_acquire, *f->to_acquire);
     added = f->past.get();
@@ -79,14 +87,14 @@ void fence(Fiber& f) {
   known->until[f.number] = f.now++;
   if (f.to_acquire) {
     for (auto& [block, past] : *f.to_acquire) {
-      if (block == checker->block) add(*known, *past);
+      if (block == checker->block) add_time(*known, *past);
       else add(known->elsewhere, {{block, past}});
     }
     f.to_acquire.reset();
   }
   f.past = known;
   auto released = std::make_shared<Pasts>(known->elsewhere);
-  (*released)[checker->block] = known;
+  (*released)[checker->block] = std::make_shared<Past>(Past{known->until, known->all_until, {}});
   f.released = released;
 }
 

@@ -39,7 +39,8 @@ static void observe_range(void* p, size_t bytes, Kind kind, const void* pc) {
 void __tsan_read_range(void* p, size_t bytes) { observe_range(p, bytes, Kind::READ, PC); }
 void __tsan_write_range(void* p, size_t bytes) { observe_range(p, bytes, Kind::WRITE, PC); }
 
-// Calls of these come here: the linker puts __wrap_ before their names (simulator.link_flags).
+// Calls of these come here: the linker puts __wrap_ before their names (simulator.link_flags). It cannot for
+// __builtin_memcpy and its like, which go unseen.
 static void observe_bytes(void* p, size_t bytes, Kind kind, const void* pc) {
   if (sim::is_watched(p)) observe_range(p, bytes, kind, pc);
 }
@@ -69,6 +70,7 @@ void* __wrap_memset(void* to, int value, size_t bytes) {
   T __tsan_atomic##bits##_fetch_and(volatile T* p, T x, int) { return __atomic_fetch_and(p, x, SEQ); } \
   T __tsan_atomic##bits##_fetch_or(volatile T* p, T x, int) { return __atomic_fetch_or(p, x, SEQ); }   \
   T __tsan_atomic##bits##_fetch_xor(volatile T* p, T x, int) { return __atomic_fetch_xor(p, x, SEQ); } \
+  T __tsan_atomic##bits##_fetch_nand(volatile T* p, T x, int) { return __atomic_fetch_nand(p, x, SEQ); } \
   int __tsan_atomic##bits##_compare_exchange_strong(volatile T* p, T* expected, T x, int, int) {    \
     return __atomic_compare_exchange_n(p, expected, x, false, SEQ, SEQ);                                \
   }                                                                                                 \

@@ -191,6 +191,7 @@ static void prepare(Worker& w, const Launch& launch, size_t threads) {
     w.shared = p + GUARD_BYTES;
     w.shared_top = SHARED_MEMORY_PER_BLOCK;
   }
+  if (!launch.checked) w.shared_top = std::min(w.shared_top, SHARED_MEMORY_PER_BLOCK);
   mprotect(w.shared + shared_pages, ARENA_BYTES - shared_pages,
            launch.checked ? PROT_READ | PROT_WRITE : PROT_NONE);
   constexpr size_t pitch = STACK_BYTES + GUARD_BYTES;

@@ -241,6 +241,32 @@ __global__ void read_after_own_atomic(const float* x, float* out, int fixed) {
   if (threadIdx.x) return;
   out[100 + blockIdx.x] = out[fixed ? blockIdx.x : 0];  // HERE: read_after_own_atomic 2
 }
+__global__ void barrier_before_atomic(const float* x, float* out, int fixed) {
+  __shared__ float sum;
+  if (threadIdx.x == 0) sum = 0.f;  // HERE: barrier_before_atomic 1
+  if (fixed) __syncthreads();
+  atomicAdd(&sum, x[threadIdx.x]);  // HERE: barrier_before_atomic 2
+  __syncthreads();
+  out[threadIdx.x] = sum;
+}
+__global__ void read_before_atomic(const float* x, float* out, int fixed) {
+  __shared__ float sum;
+  if (threadIdx.x == 0) sum = 1.f;
+  __syncthreads();
+  if (threadIdx.x == 0) out[64] = sum;  // HERE: read_before_atomic 1
+  if (fixed) __syncthreads();
+  atomicAdd(&sum, x[threadIdx.x]);  // HERE: read_before_atomic 2
+}
+// Lane 2 knows of lane 1's atomic, not of lane 0's.
+__global__ void atomic_of_a_third(const float* x, float* out, int fixed) {
+  __shared__ float sum;
+  if (threadIdx.x == 0) sum = 0.f;
+  __syncwarp();
+  if (threadIdx.x < 3) atomicAdd(&sum, x[threadIdx.x]);  // HERE: atomic_of_a_third 1
+  if (fixed) __syncwarp();
+  if (threadIdx.x == 1 || threadIdx.x == 2) __syncwarp(6);
+  if (threadIdx.x == 2) out[0] = sum;  // HERE: atomic_of_a_third 2
+}
 // Shared memory lies at the same address in every block, and is not the same.
 __global__ void shared_atomic_between_blocks(float* out, unsigned* count, int fixed) {
   __shared__ unsigned mine;
@@ -299,6 +325,9 @@ extern "C" const char* run_wrong(int which, const float* x, float* out, unsigned
     case 27: shared_atomic_between_blocks<<<2, 32>>>(out, count, fixed); break;
     case 28: row_past_the_end<<<1, 64>>>(x, out, fixed); break;
     case 29: vector_past_the_end<<<1, 1>>>(count, fixed); break;
+    case 30: barrier_before_atomic<<<1, 64>>>(x, out, fixed); break;
+    case 31: read_before_atomic<<<1, 64>>>(x, out, fixed); break;
+    case 32: atomic_of_a_third<<<1, 32>>>(x, out, fixed); break;
   }
   return result();
 }
@@ -360,6 +389,7 @@ extern "C" const char* run_cost(int which, const float* x, float* out, int n) {
 // ------------------------------------------------------------------------------------------- right, but odd
 // Neighbouring bytes and halves of a word belong to different threads; __device__ variables; structs.
 struct Three { float x, y, z; };
+struct Padded { float value; bool flag; };
 __device__ int counter;
 __device__ const int table[4] = {3, 1, 2, 0};
 __global__ void odd_but_right(const unsigned char* bytes, unsigned char* out, Three* threes, short* halves) {
@@ -372,6 +402,12 @@ __global__ void odd_but_right(const unsigned char* bytes, unsigned char* out, Th
   three_smem[t] = threes[t];
   if (t == 0) byte_smem[64] = 1;
   atomicAdd(&counter, table[t % 4]);
+  __shared__ Padded padded_smem[64];
+  padded_smem[t].value = 1.f;
+  padded_smem[t].flag = true;
+  __syncthreads();
+  const Padded other = padded_smem[63 - t];   // three bytes of it were never written
+  if (!other.flag) out[0] = 1;
   byte_smem[t] ^= byte_smem[t];
   __syncthreads();
   out[t] = byte_smem[63 - t] + byte_smem[64];
@@ -384,12 +420,25 @@ extern "C" const char* run_odd_but_right(const unsigned char* bytes, unsigned ch
   return result();
 }
 
+// Many threads of many blocks, each ordered with others by atomics between fences
+__global__ void fences(unsigned* count) {
+  for (int i = 0; i < 4; i++) {
+    __threadfence();
+    atomicAdd(count, 1);
+    __threadfence();
+  }
+}
+extern "C" const char* run_fences(unsigned* count) {
+  fences<<<20, 64>>>(count);
+  return result();
+}
+
 // All the shared memory that a block can have; its dynamic part by two names; pointers X_smem of all kinds.
 __device__ float from_the_end(int i) {
   extern __shared__ float also_smem[];
   return also_smem[63 - i];
 }
-struct Parts {
+struct __align__(16) Parts {
   float* K_smem = nullptr;
   static size_t distance(float* Q_smem) {
     float* V_smem = Q_smem + 4;

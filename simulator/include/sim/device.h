@@ -74,9 +74,10 @@ template <class T> inline T* shared_dynamic(const char* name, const char* declar
 // to by that name.
 #ifdef SIM_CHECKED
 namespace sim {
-template <class T> inline void name_shared(const char* name, T* start) {
-  using Element = std::conditional_t<std::is_void<T>::value, char, T>;
-  sim_name_shared(name, start, sizeof(Element));
+template <class T> constexpr auto bytes_of(T*) -> decltype(sizeof(T)) { return sizeof(T); }
+constexpr size_t bytes_of(...) { return 1; }   // void, or a type that is not defined yet
+template <class T> constexpr void name_shared(const char* name, T* start) {
+  if (!__builtin_is_constant_evaluated()) sim_name_shared(name, start, bytes_of(start));
 }
 }  // namespace sim
 #define SIM_NAME_SHARED(pointer) sim::name_shared(#pointer, pointer);
