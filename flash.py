@@ -195,6 +195,8 @@ def _read_stage(path: Path, modified: int) -> Stage:
         raise ValueError(f"{path}: types: {', '.join(unknown)} not among {', '.join(DTYPES)}")
     if not re.fullmatch(r"any GPU|sm_\d\d+a?", needs := fields.get("needs", "any GPU")):
         raise ValueError(f"{path}: needs: {needs!r} is neither 'any GPU' nor a capability, such as sm_80")
+    if (workspace := fields.get("workspace", "workspace")) in ("Q", "K", "V", "O", "L"):
+        raise ValueError(f"{path}: workspace: {workspace} is a tensor of the call: give it another name")
     in_ladder = title and path.parent == STAGES
     stage = Stage(
         number=int(title[1]) if in_ladder else 0, name=title[2] if in_ladder else path.stem, direction="fwd",
@@ -202,7 +204,7 @@ def _read_stage(path: Path, modified: int) -> Stage:
         deterministic=fields.get("deterministic", "yes") == "yes",
         tile_rules=fields.get("tiles", "Br=32 Bc=32"), limits=fields.get("limits", ""),
         shared=fields.get("shared", "0"), hbm=fields.get("hbm", ""),
-        workspace=fields.get("workspace", "workspace"))
+        workspace=workspace)
     try:
         if sorted(tiles := stage.default_tiles(64)) != ["Bc", "Br"]:
             raise ValueError("tiles: must give Br and Bc, as in Br=64 Bc=32; d > 128: Br=16 Bc=32")
@@ -490,6 +492,7 @@ def _forward(q, k, v, diagonal: int | None, scale: float | None, stage, tiles: d
     workspace_bytes = library.flash_fwd_workspace_bytes(ctypes.byref(params))
     workspace = torch.empty(-(-workspace_bytes // 4), dtype=torch.float32, device=q.device)
     inputs, outputs = {"Q": q, "K": k, "V": v}, {"O": o, "L": lse, stage.workspace: workspace}
+    # under inspect(), the kernel works on copies between red zones
     with (report.guarded(inputs, outputs) if report else contextlib.nullcontext(inputs | outputs)) as at:
         for name in "QKVO":
             setattr(params, name, _Tensor.of(at[name]))

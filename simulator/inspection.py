@@ -282,6 +282,7 @@ def _overlap(x: torch.Tensor, y: torch.Tensor) -> bool:
     if x.untyped_storage().data_ptr() != y.untyped_storage().data_ptr():
         return True  # of NumPy's, say
     used = torch.zeros(x.untyped_storage().nbytes(), dtype=torch.bool)
+
     def bytes_of(t: torch.Tensor) -> torch.Tensor:
         size = t.element_size()
         strides = [*(stride * size for stride in t.stride()), 1]

@@ -273,6 +273,7 @@ def test_a_header_that_makes_no_sense_is_an_error(tmp_path):
     for header, message in {
         "types: fp13": "types: fp13 not among fp32",
         "needs: Hopper": "needs: 'Hopper' is neither 'any GPU' nor a capability, such as sm_80",
+        "workspace: O": "workspace: O is a tensor of the call: give it another name",
         "tiles: rubbish": "the header's tiles, limits, shared or hbm make no sense: tiles: must give Br",
         "tiles: Br=16": "tiles: must give Br and Bc",
         "tiles: d > : Br=16 Bc=32": "make no sense: invalid syntax",
