@@ -2,13 +2,19 @@
 
     python bench.py                                    # every stage that runs here, at a few sequence lengths
     python bench.py --stages naive,flash2 --seqlens 512,1024 --heads 8:2 --no-causal --out build/mine
+    python bench.py --pass bwd                         # the gradients; fwd+bwd: both passes; all: all three
     python bench.py --markdown build/bench/bench_fwd.json --seqlens 1024      # a result as a Markdown table
     python bench.py --inspect flash2                   # every access to memory of one stage, in the simulator
     python bench.py --inspect naive --line fwd_01_naive.cuh:49           # and a picture of one line's
 
-A stage is checked before it is timed, against attention in float64: its largest error may be twice that of
-PyTorch's plain attention in the same type, plus 1e-6. Without a GPU it also runs once under flash.inspect(),
-which counts its HBM traffic and finds data races and other mistakes.
+A stage is checked before it is timed, against attention in float64. Its largest error in O may be twice that
+of PyTorch's plain attention in the same type, plus 1e-6; in dQ, dK and dV three times, plus 1e-6 of the
+gradient's largest element, or of 1. Without a GPU it also runs once under flash.inspect(), which counts its
+HBM traffic and finds data races and other mistakes.
+
+bwd: the gradients alone are timed, for a random dO. O and L are made before, by the best forward stage.
+fwd+bwd: a backward stage runs after the forward stage of its name, such as naive after naive. One without a
+namesake runs after the last forward stage before the next pair of namesakes: recompute after flash2.
 
 Exit status: 0; 1 if a stage was wrong or failed; 2 for bad arguments; 130 after Ctrl-C.
 """
@@ -17,6 +23,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import dataclasses
 import functools
 import itertools
 import json
@@ -26,32 +33,24 @@ import platform
 import re
 import sys
 import tempfile
-import textwrap
 import time
 import warnings
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
+from typing import Any
 
 os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # read when torch loads: else its profiler writes to stderr
 
-import matplotlib
 import numpy
 import torch
-from matplotlib.axes import Axes
-from matplotlib.ticker import FuncFormatter, LogLocator
-from rich import box
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-from rich.table import Table
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.profiler import ProfilerActivity, profile
 
 import flash
-
-matplotlib.use("Agg")
-import matplotlib.pyplot as plt
+from bench_report import FLOPS, PASSES, lengths, results_table, show, title, write
 
 PEERS = {"math": SDPBackend.MATH, "flash": SDPBackend.FLASH_ATTENTION,
          "efficient": SDPBackend.EFFICIENT_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTENTION}
@@ -59,35 +58,41 @@ DEFAULTS = {"seqlens": ([512, 1024, 2048, 4096], [64, 128, 256]), "batch": (4, 1
             "peers": (",".join(PEERS), "math")}  # on a GPU, on the CPU
 SECONDS_A_CASE = 0.5
 MOST_REPETITIONS = 200
-COLUMNS = ("stage", "time (ms)", "TFLOP/s", "% of ceiling", "x naive", "scratch memory", "max error")
-COUNTED_COLUMNS = ("HBM traffic", "x less than naive")
 TIMES = ("median_ms", "p20_ms", "p80_ms", "repetitions", "tflops")
 COUNTS = ("hbm_read_bytes", "hbm_written_bytes", "hbm_unique_bytes", "shared_bytes", "inspected_ms",
           "findings")
 SIMULATED = "No GPU here: the stages' times are the simulator's, on the CPU. They say nothing about a GPU's."
-COUNTED = ("HBM traffic: what the warps ask for, counted with no cache. A GPU's caches catch part of it, and "
-           "nvcc may merge accesses into vectors or keep a value in a register.")
 
 
 # ---------------------------------------------------------------------------------------- what is compared
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class Competitor:
-    """A stage or a peer."""
+    """A stage, or a forward and a backward one, or a peer."""
 
-    name: str
+    name: str       # of the stage that is compared, or of the peer
     label: str
     is_stage: bool
-    call: Callable[..., tuple[torch.Tensor, ...]]  # call(q, k, v) returns its outputs, O first
+    forward: Callable[..., tuple[torch.Tensor, ...]]  # forward(q, k, v) returns its outputs, O first
+
+    def prepare(self, direction: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
+                dO: torch.Tensor | None = None) -> Callable[[], tuple[torch.Tensor, ...]]:
+        """What is timed: a call that returns (O, ...) or (dQ, dK, dV). The forward pass of "bwd" runs now."""
+        if direction == "fwd":
+            return functools.partial(self.forward, q, k, v)
+        if direction == "bwd":
+            return functools.partial(torch.autograd.grad, self.forward(q, k, v)[0], (q, k, v), dO,
+                                     retain_graph=True)
+        return lambda: torch.autograd.grad(self.forward(q, k, v)[0], (q, k, v), dO)
 
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class Case:
-    """The tensors of one N, O in float64, and the largest error that a stage may have."""
+    """The tensors of one N, what is to be computed from them, and how wrong a stage may be."""
 
     N: int
-    qkv: list[torch.Tensor]  # (B, H, N, d), (B, H_kv, N, d) and the same
-    exact: torch.Tensor      # (B, H, N, d)
-    allowed_error: float
+    inputs: list[torch.Tensor]      # random_inputs
+    exact: dict[str, torch.Tensor]  # O, or dQ, dK and dV, in float64
+    allowed: dict[str, float]       # the largest error of each
 
 
 def sdpa(backend: SDPBackend, causal: bool, q, k, v) -> tuple[torch.Tensor]:
@@ -97,28 +102,54 @@ def sdpa(backend: SDPBackend, causal: bool, q, k, v) -> tuple[torch.Tensor]:
             q, k, v, is_causal=causal, enable_gqa=q.shape[1] != k.shape[1]),)
 
 
+def of_stage(stage: flash.Stage, args: argparse.Namespace) -> Competitor:
+    """A stage of the pass; for gradients with the forward stage that goes with it."""
+    options, label = {"stage": stage}, stage.name
+    if args.direction != "fwd":
+        forward = forward_stage(stage, args)
+        # deterministic: else the backward would follow torch's setting, which poisoned_memory() changes
+        options = {"stage": forward, "backward": stage, "deterministic": False}
+        if args.direction == "fwd+bwd" and forward.name != stage.name:
+            label = f"{forward.name} + {stage.name}"
+    return Competitor(stage.name, label, True, functools.partial(
+        flash.attention, causal=args.causal, return_lse=True, **options))
+
+
+def forward_stage(backward: flash.Stage, args: argparse.Namespace) -> flash.Stage:
+    """The forward stage that runs before a backward one. For "bwd" the best that runs here; for "fwd+bwd" its
+    namesake, else the last before the next pair of namesakes, else the best."""
+    able = {stage.name: stage for stage in flash.stages("fwd") if not why_not(stage, args)}
+    names = list(able)
+    if args.direction == "bwd" or not backward.number:
+        return able[names[-1]]
+    later = [stage.name for stage in flash.stages("bwd") if stage.number >= backward.number]
+    pair = next((name for name in later if name in able), None)
+    if pair in (None, backward.name):
+        return able[pair or names[-1]]
+    return able[names[max(names.index(pair) - 1, 0)]]
+
+
 def competitors(args: argparse.Namespace) -> list[Competitor]:
     """The stages, then the peers that take the arguments; why others do not goes into `args.not_run`."""
-    found = [Competitor(stage.name, stage.name, True, functools.partial(
-        flash.attention, causal=args.causal, stage=stage, return_lse=True)) for stage in args.stages]
+    found = [of_stage(stage, args) for stage in args.stages]
     for name in args.peers:
         label = "PyTorch " + name.replace("cudnn", "cuDNN")
         if name == "efficient" and args.dtype == "fp32":
             label += " (3xTF32)"  # on tensor cores, where the fp32 stages use FMA
-        call = functools.partial(sdpa, PEERS[name], args.causal)
-        if reason := refusal(call, args):
+        peer = Competitor(name, label, False, functools.partial(sdpa, PEERS[name], args.causal))
+        if reason := refusal(peer, args):
             args.not_run[label] = reason
         else:
-            found.append(Competitor(name, label, False, call))
+            found.append(peer)
     return found
 
 
-def refusal(call: Callable, args: argparse.Namespace) -> str:
+def refusal(peer: Competitor, args: argparse.Namespace) -> str:
     """Why a backend does not take these arguments, in PyTorch's words; empty if it does. Found by trying."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         try:
-            call(*random_inputs(128, args))
+            peer.prepare(args.direction, *random_inputs(128, args))()
             return ""
         except RuntimeError as error:
             words = [str(warning.message).split(" (Triggered")[0] for warning in caught] + [str(error)]
@@ -126,29 +157,62 @@ def refusal(call: Callable, args: argparse.Namespace) -> str:
 
 
 def random_inputs(N: int, args: argparse.Namespace) -> list[torch.Tensor]:
-    """q, k and v: normal, and the same in every run."""
+    """q, k and v, (B, H, N, d), (B, H_kv, N, d) and the same; for gradients also dO, like q. They are normal,
+    and the same in every run."""
+    gradients = args.direction != "fwd"
     generator = torch.Generator(args.device).manual_seed(N)
-    return [torch.randn(args.batch, heads, N, args.head_dim, generator=generator, device=args.device,
-                        dtype=flash.DTYPES[args.dtype]) for heads in (args.H, args.H_kv, args.H_kv)]
+    tensors = [torch.randn(args.batch, heads, N, args.head_dim, generator=generator, device=args.device,
+                           dtype=flash.DTYPES[args.dtype])
+               for heads in (args.H, args.H_kv, args.H_kv, *[args.H] * gradients)]
+    for x in tensors[:3]:
+        x.requires_grad_(gradients)
+    return tensors
+
+
+def exact_head(Q, K, V, dO=None, hidden: torch.Tensor | None = None) -> tuple[torch.Tensor, ...]:
+    """(O,) of one head, or for a dO (dQ, dK, dV), by the formulas of flash_fwd.cu and flash_bwd.cu.
+
+    Args:
+        Q, K, V, dO: (N, d), of any type; computed in float64.
+        hidden: (N, N), true where a query does not see a key.
+    """
+    Q, K, V = Q.double(), K.double(), V.double()
+    scale = 1 / math.sqrt(Q.shape[1])
+    S = scale * Q @ K.T
+    P = (S if hidden is None else S.masked_fill_(hidden, -math.inf)).softmax(-1)
+    if dO is None:
+        return (P @ V,)
+    dO = dO.double()
+    dP = dO @ V.T
+    dS = P * (dP - (P * dP).sum(-1, keepdim=True))
+    return scale * dS @ K, scale * dS.T @ Q, P.T @ dO
 
 
 def make_case(N: int, args: argparse.Namespace) -> Case:
-    """Random inputs, their attention in float64, and PyTorch's error: head by head, so that a long N fits."""
-    qkv = random_inputs(N, args)
-    exact = torch.empty(qkv[0].shape, dtype=torch.float64, device=args.device)
+    """Random inputs, what is exact for them, and PyTorch's error: by heads of K, so that a long N fits."""
+    inputs = random_inputs(N, args)
+    gradients = args.direction != "fwd"
+    names = ("dQ", "dK", "dV") if gradients else ("O",)
+    group = args.H // args.H_kv
+    by_head = [x.detach().unflatten(1, (args.H_kv, -1)) for x in inputs]  # (B, H_kv, group or 1, N, d)
+    exact = [torch.zeros_like(x, dtype=torch.float64) for x, _ in zip(by_head, names, strict=False)]
+    errors = [0.0] * len(names)
     hidden = torch.ones(N, N, dtype=torch.bool, device=args.device).triu(1) if args.causal else None
-    error = 0.0
-    for b in range(args.batch):
-        for h in range(args.H):
-            kv_head = h // (args.H // args.H_kv)
-            one_head = [x[b, i][None, None] for x, i in zip(qkv, (h, kv_head, kv_head), strict=True)]
-            Q, K, V = (x[0, 0].double() for x in one_head)
-            S = Q @ K.T / math.sqrt(args.head_dim)
-            if hidden is not None:
-                S.masked_fill_(hidden, -math.inf)
-            exact[b, h] = S.softmax(-1) @ V
-            error = max(error, largest_error(sdpa(SDPBackend.MATH, args.causal, *one_head)[0], exact[b, h]))
-    return Case(N, qkv, exact, 2 * error + 1e-6)
+    plain = Competitor("math", "", False, functools.partial(sdpa, SDPBackend.MATH, args.causal))
+    for at in itertools.product(range(args.batch), range(args.H_kv)):
+        for h in range(group):
+            one_head = (x[at].expand(group, -1, -1)[h] for x in by_head)
+            for x, truth in zip(exact, exact_head(*one_head, hidden=hidden), strict=True):
+                x[at].expand(group, -1, -1)[h].add_(truth)  # dK and dV: the group's sum
+        part = [x[at][None].requires_grad_(y.requires_grad) for x, y in zip(by_head, inputs, strict=True)]
+        outputs = plain.prepare(args.direction, *part)()
+        errors = [max(error, largest_error(x[0], truth[at]))
+                  for error, x, truth in zip(errors, outputs, exact, strict=True)]
+    exact = [x.flatten(1, 2) for x in exact]
+    sizes = [max(1, x.abs().max().item()) for x in exact]  # a gradient may be a sum over many rows
+    allowed = [3 * error + 1e-6 * size if gradients else 2 * error + 1e-6
+               for error, size in zip(errors, sizes, strict=True)]
+    return Case(N, inputs, dict(zip(names, exact, strict=True)), dict(zip(names, allowed, strict=True)))
 
 
 # ---------------------------------------------------------------------------------------- measuring
@@ -157,9 +221,16 @@ def largest_error(o: torch.Tensor, exact: torch.Tensor) -> float:
     return (o - exact).abs().max().item()
 
 
-def complaint(error: float, allowed: float) -> str:
-    """What is wrong with a largest error, NaN too; empty if it is small enough."""
-    return "" if error <= allowed else f"its largest error is {error:.2g}; {allowed:.2g} is allowed"
+def worst_error(outputs: tuple[torch.Tensor, ...], case: Case) -> tuple[str, float]:
+    """The output that is nearest to what is allowed, or most beyond it, or has a NaN; its largest error."""
+    errors = {name: largest_error(x, exact) for (name, exact), x in zip(case.exact.items(), outputs)}
+    worst = max(errors, key=lambda name: (math.isnan(errors[name]), errors[name] / case.allowed[name]))
+    return worst, errors[worst]
+
+
+def complaint(name: str, error: float, allowed: float) -> str:
+    """What is wrong with the largest error in an output, NaN too; empty if it is small enough."""
+    return "" if error <= allowed else f"the largest error in {name} is {error:.2g}; {allowed:.2g} is allowed"
 
 
 @contextlib.contextmanager
@@ -181,42 +252,47 @@ def failure(error: Exception) -> dict:
 
 def empty_row(competitor: Competitor, N: int) -> dict:
     """A row of the results, with None for what is to be measured."""
-    numbers = (*TIMES, "error", "allowed_error", "scratch_bytes", "peak_bytes", *COUNTS)
+    numbers = (*TIMES, "error", "error_in", "allowed_error", "scratch_bytes", "peak_bytes", *COUNTS)
     return {"name": competitor.name, "label": competitor.label, "N": N, "status": "ok", "message": "",
             "kind": "stage" if competitor.is_stage else "peer"} | dict.fromkeys(numbers)
 
 
 def measure(competitor: Competitor, case: Case, args: argparse.Namespace) -> dict:
     """One row of the results. Its status: "ok", "wrong", "failed" or "out of memory"."""
-    row = empty_row(competitor, case.N) | {"allowed_error": case.allowed_error}
-    call = functools.partial(competitor.call, *case.qkv)
+    row = empty_row(competitor, case.N)
+    prepare = functools.partial(competitor.prepare, args.direction, *case.inputs)
     try:
         with poisoned_memory() if competitor.is_stage else contextlib.nullcontext():
-            outputs = call()
-        error = largest_error(outputs[0], case.exact)
-        row["error"] = error if math.isfinite(error) else None  # JSON has no NaN
-        if competitor.is_stage and (message := complaint(error, case.allowed_error)):
+            outputs = prepare()()
+        name, error = worst_error(outputs, case)
+        row |= {"error": error if math.isfinite(error) else None,  # JSON has no NaN
+                "error_in": name, "allowed_error": case.allowed[name]}
+        if competitor.is_stage and (message := complaint(name, error, case.allowed[name])):
             return row | {"status": "wrong", "message": message}
-        tensors = sum(x.nbytes for x in (*case.qkv, *outputs))
+        tensors = sum(x.nbytes for x in (*case.inputs, *outputs))
+        tensors += case.inputs[0].nbytes * (args.direction != "fwd")  # O, which is like q
         del outputs
-        scratch = scratch_bytes(call, args.device)
+        call, held, _ = memory(prepare, args.device)
+        peak = sum(x.nbytes for x in case.inputs) + held + memory(call, args.device)[2]
         times = milliseconds(call, args.device)
     except (RuntimeError, ValueError) as error:
         return row | failure(error)
     p20, median, p80 = numpy.percentile(times, (20, 50, 80)).tolist()
-    flops = 4 * args.batch * args.H * case.N * case.N * args.head_dim / (2 if args.causal else 1)
+    flops = FLOPS[args.direction] * args.batch * args.H * case.N * case.N * args.head_dim
     return row | {"median_ms": median, "p20_ms": p20, "p80_ms": p80, "repetitions": len(times),
-                  "tflops": flops / median / 1e9, "scratch_bytes": scratch, "peak_bytes": tensors + scratch}
+                  "tflops": flops / (2 if args.causal else 1) / median / 1e9,
+                  "scratch_bytes": peak - tensors, "peak_bytes": peak}
 
 
-def count_traffic(competitor: Competitor, case: Case) -> dict:
+def count_traffic(competitor: Competitor, case: Case, args: argparse.Namespace) -> dict:
     """What a run under flash.inspect() changes in the row of a stage: HBM traffic and a block's most shared
     memory, in bytes, the time that it takes, and what the checker finds. With a finding the stage is wrong,
     and loses its other times."""
     try:
+        call = competitor.prepare(args.direction, *case.inputs)
         with flash.inspect() as report:
             start = time.perf_counter()
-            competitor.call(*case.qkv)
+            call()
             seconds = time.perf_counter() - start
     except (RuntimeError, ValueError) as error:
         return dict.fromkeys(TIMES) | failure(error)
@@ -273,22 +349,22 @@ def _milliseconds_on_gpu(call: Callable, device: torch.device) -> list[float]:
     return repeat(max(3, min(MOST_REPETITIONS, int(1e3 * SECONDS_A_CASE / one))))
 
 
-def scratch_bytes(call: Callable, device: torch.device) -> int:
-    """The most memory that a call holds at a time beyond its outputs, in bytes; not for the first call, in
-    which cuBLAS allocates a workspace that it keeps."""
+def memory(call: Callable, device: torch.device) -> tuple[Any, int, int]:
+    """What a call returns, and how many bytes more than before it are held at its end, and at its peak. Not
+    for the first call, in which cuBLAS allocates a workspace that it keeps."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)  # "requested": as the allocator rounds allocated bytes up
         before = torch.cuda.memory_stats(device)["requested_bytes.all.current"]
-        outputs = call()
-        peak = torch.cuda.memory_stats(device)["requested_bytes.all.peak"] - before
-    else:
-        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
-            outputs = call()
-        held = peak = 0
-        for event in sorted(profiled.profiler.kineto_results.events(), key=lambda event: event.start_ns()):
-            held += event.nbytes() if event.name() == "[memory]" else 0  # negative when memory is freed
-            peak = max(peak, held)
-    return peak - sum(x.nbytes for x in outputs)
+        result = call()
+        after = torch.cuda.memory_stats(device)
+        return result, *(after[f"requested_bytes.all.{when}"] - before for when in ("current", "peak"))
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+        result = call()
+    held = peak = 0
+    for event in sorted(profiled.profiler.kineto_results.events(), key=lambda event: event.start_ns()):
+        held += event.nbytes() if event.name() == "[memory]" else 0  # negative when memory is freed
+        peak = max(peak, held)
+    return result, held, peak
 
 
 def ceiling(args: argparse.Namespace) -> dict:
@@ -305,14 +381,15 @@ def ceiling(args: argparse.Namespace) -> dict:
 def edit_to_result(args: argparse.Namespace) -> float:
     """Seconds from saving an edited stage to its result, in a Python process that has run it before. (Each
     bench leaves two builds behind that nothing uses again: make clean.)"""
-    q, k, v = random_inputs(128, args)
     with tempfile.TemporaryDirectory() as folder:
         mine = Path(folder, args.stages[-1].path.name)
         mine.write_text(args.stages[-1].path.read_text())
-        flash.attention(q, k, v, causal=args.causal, stage=mine, return_lse=True)
+        entry = of_stage(dataclasses.replace(args.stages[-1], path=mine), args)
+        inputs = random_inputs(128, args)
+        entry.prepare(args.direction, *inputs)()
         mine.write_text(mine.read_text() + f"// {time.time()}\n")  # which no earlier run has built
         start = time.perf_counter()
-        flash.attention(q, k, v, causal=args.causal, stage=mine, return_lse=True)[0][0, 0, 0, 0].item()
+        entry.prepare(args.direction, *inputs)()[0][0, 0, 0, 0].item()
         return time.perf_counter() - start
 
 
@@ -330,9 +407,10 @@ def run(args: argparse.Namespace, data: dict) -> None:
         for entry in entries[:len(args.stages)]:
             bar.update(task, description=f"building {entry.name}")
             with contextlib.suppress(RuntimeError):  # it comes again when the stage is measured, and is kept
-                entry.call(*random_inputs(8, args))
+                call = entry.prepare(args.direction, *random_inputs(8, args))
+                call()
                 with flash.inspect() if counting else contextlib.nullcontext():
-                    entry.call(*random_inputs(8, args))
+                    call()
             bar.advance(task)
         with contextlib.suppress(RuntimeError):  # as above
             data["edit_to_result_s"] = edit_to_result(args)
@@ -348,13 +426,16 @@ def run(args: argparse.Namespace, data: dict) -> None:
                 data["results"].append(row := measure(entry, case, args))
                 if counting and entry.is_stage and row["status"] == "ok":
                     bar.update(task, description=f"N={N} {entry.label}: counting HBM traffic")
-                    row.update(count_traffic(entry, case))
+                    row.update(count_traffic(entry, case, args))
                 bar.advance(task)
 
 
 def origin(args: argparse.Namespace) -> dict:
-    """Of a result: when, where, with what software, and for which shape."""
+    """Of a result: when, where, with what software, for which shape, pass and stages."""
     gpu = args.device.type == "cuda"
+    arguments = {"pass": args.direction, "stages": [stage.name for stage in args.stages]}
+    if args.direction != "fwd":
+        arguments["forward"] = [forward_stage(stage, args).name for stage in args.stages]
     return {
         "date": datetime.now().astimezone().isoformat(timespec="seconds"),
         "device": flash.describe_device(args.device),
@@ -364,220 +445,31 @@ def origin(args: argparse.Namespace) -> dict:
                      "cudnn": torch.backends.cudnn.version(),
                      "nvcc": flash.nvcc_version(flash.find_nvcc(torch.version.cuda)) if gpu else None},
         "shape": {"B": args.batch, "H": args.H, "H_kv": args.H_kv, "d": args.head_dim, "causal": args.causal,
-                  "dtype": args.dtype}}
+                  "dtype": args.dtype},
+        "arguments": arguments}
 
 
 def new_data(args: argparse.Namespace) -> dict:
     """What is measured, where and with what; no results yet."""
-    gpu = args.device.type == "cuda"
-    return origin(args) | {
+    gpu, data = args.device.type == "cuda", origin(args)
+    data["arguments"] |= {"peers": args.peers, "seqlens": args.seqlens}
+    return data | {
         "simulated": not gpu, "note": "" if gpu else SIMULATED,
-        "arguments": {"pass": args.direction, "stages": [stage.name for stage in args.stages],
-                      "peers": args.peers, "seqlens": args.seqlens},
         "ceiling": None, "edit_to_result_s": None, "not_run": args.not_run, "interrupted": False,
         "results": []}
-
-
-# ---------------------------------------------------------------------------------------- showing
-def number(x: float | None) -> str:
-    """Three digits of it."""
-    return "-" if x is None else f"{x:,.0f}" if x >= 1000 else f"{x:#.3g}".rstrip(".")
-
-
-def size(n: float | None) -> str:
-    """A number of bytes with its unit."""
-    for unit in ("B", "KiB", "MiB"):
-        if n is None:
-            return "-"
-        if n < 1024:
-            return f"{n:.0f} B" if unit == "B" else f"{number(n)} {unit}"
-        n /= 1024
-    return f"{number(n)} GiB"
-
-
-def title(data: dict) -> str:
-    shape = data["shape"]
-    heads = f"H={shape['H']}" + f" H_kv={shape['H_kv']}" * (shape["H_kv"] != shape["H"])
-    mask = "causal" if shape["causal"] else "not causal"
-    return f"Attention forward, B={shape['B']} {heads} d={shape['d']} {shape['dtype']} {mask}"
-
-
-def lengths(data: dict) -> list[int]:
-    """Every N of the results, once."""
-    return list(dict.fromkeys(result["N"] for result in data["results"]))
-
-
-def traffic(result: dict) -> int | None:
-    """Bytes read from and written to HBM; None if they were not counted."""
-    counted = result.get("hbm_read_bytes") is not None  # older results have no such key
-    return result["hbm_read_bytes"] + result["hbm_written_bytes"] if counted else None
-
-
-def columns(data: dict) -> tuple[str, ...]:
-    """Those of a table of the results."""
-    return COLUMNS + COUNTED_COLUMNS * any(traffic(result) is not None for result in data["results"])
-
-
-def table_rows(data: dict, N: int) -> list[tuple[dict, list[str], bool]]:
-    """For each result at N: the result, its texts for columns(data), and whether it is the fastest stage."""
-    results = [result for result in data["results"] if result["N"] == N]
-    naive = next((result for result in results if result["name"] == "naive"), None)
-    naive_ms, naive_bytes = naive and naive["median_ms"], naive and traffic(naive)
-    fastest = min((r["median_ms"] for r in results if r["kind"] == "stage" and r["median_ms"]), default=None)
-    rows = []
-    for result in results:
-        ms, tflops, status = result["median_ms"], result["tflops"], result["status"].replace("wrong", "WRONG")
-        error, bytes_ = "not finite" if status == "WRONG" else "-", traffic(result)
-        cells = [
-            result["label"], number(ms) if status == "ok" else status, number(tflops),
-            number(tflops and 100 * tflops / data["ceiling"]["tflops"]),
-            number(naive_ms and ms and naive_ms / ms),
-            size(result["scratch_bytes"]), error if result["error"] is None else f"{result['error']:.1e}",
-            size(bytes_), number(naive_bytes and bytes_ and naive_bytes / bytes_)]
-        rows.append((result, cells[:len(columns(data))],
-                     result["kind"] == "stage" and ms is not None and ms == fastest))
-    return rows
-
-
-def results_table(data: dict, N: int | None = None) -> str:
-    """A result in Markdown for an N, else the largest: a table, the fastest stage in bold; its origin."""
-    N = max(lengths(data)) if N is None else N
-    header = columns(data)
-    lines = ["| " + " | ".join(header) + " |", "|---|" + "---:|" * (len(header) - 1)]
-    for _, cells, fastest in table_rows(data, N):
-        lines.append("| " + " | ".join(f"**{cell}**" if fastest else cell for cell in cells) + " |")
-    notes = " ".join(filter(None, (data["note"], COUNTED * (header != COLUMNS))))
-    lines += ["", f"{title(data)}, N={N}; {data['device']}; ceiling: {data['ceiling']['what']}, "
-                  f"{number(data['ceiling']['tflops'])} TFLOP/s. {notes}".strip()]
-    return "\n".join(lines)
-
-
-def show(data: dict, files: list[Path]) -> None:
-    """The results on the terminal, with what a reader must know of them."""
-    console = Console(highlight=False, markup=False)
-    if not console.is_terminal:
-        console.width = 100
-    table = Table(title=title(data), box=box.HORIZONTALS, padding=(0, 1, 0, 0))
-    for column in ("N", *columns(data)):
-        side = "left" if column == "stage" else "right"
-        table.add_column(textwrap.fill(column, 7), justify=side, no_wrap=True)
-    for N in lengths(data):
-        for i, (result, cells, fastest) in enumerate(table_rows(data, N)):
-            style = "red" if result["status"] in ("wrong", "failed") else "bold" if fastest else ""
-            table.add_row("" if i else str(N), *cells, style=style)
-        table.add_section()
-    console.print(data["device"])
-    if data["note"]:
-        console.print(data["note"], style="yellow")
-    console.print(table)
-    half = "; causal: half of that" * data["shape"]["causal"]
-    console.print(f"FLOPs: 4 B H N N d{half}. Max error: against float64.")
-    console.print(f"Ceiling: {data['ceiling']['what']}: {number(data['ceiling']['tflops'])} TFLOP/s.")
-    if columns(data) != COLUMNS:
-        console.print(COUNTED)
-    if data["edit_to_result_s"]:
-        console.print(f"From saving an edited stage to its result: {data['edit_to_result_s']:.1f} s.")
-    for result in data["results"]:
-        if result["message"]:
-            text = f"{result['label']}, N={result['N']}: {result['message']}"
-            console.print(text, style="red", soft_wrap=True)
-    for label, reason in data["not_run"].items():
-        console.print(f"Not run: {label}: {reason}", soft_wrap=True)
-    console.print(*files, sep="\n", soft_wrap=True)
-
-
-def plot(data: dict, file: Path, label: str, value: Callable[[dict], float], scale: str = "log",
-         more: Callable[[Axes], None] = lambda axes: None) -> None:
-    """One line per stage and peer (dashed) against N. Markers shrink, so that lines that coincide show.
-
-    scale: "log", "linear", or "bytes": log, with ticks in KiB and MiB. more: draws what else there is.
-    """
-    figure, axes = plt.subplots(figsize=(9, 5.5), layout="constrained")
-    colours = {"stage": itertools.cycle(f"C{i}" for i in range(10)),
-               "peer": itertools.cycle(("black", "dimgrey", "darkgrey", "saddlebrown"))}
-    lines = list(dict.fromkeys((result["kind"], result["label"]) for result in data["results"]))
-    for i, (kind, name) in enumerate(lines):
-        rows = [r for r in data["results"] if r["label"] == name and r["status"] == "ok"]
-        axes.plot([r["N"] for r in rows], [value(r) for r in rows], label=name, color=next(colours[kind]),
-                  linestyle="-" if kind == "stage" else "--", linewidth=3 - 2 * i / len(lines),
-                  marker="os^Dvp*XP<>h"[i % 12], markersize=12 - 7 * i / len(lines), markerfacecolor="none")
-    more(axes)
-    axes.set_xscale("log")
-    axes.set_xticks(lengths(data), map(str, lengths(data)))
-    if scale != "linear" and any(result["status"] == "ok" for result in data["results"]):
-        axes.set_yscale("log")
-        axes.yaxis.set_major_locator(LogLocator(4) if scale == "bytes" else LogLocator(subs=(1, 2, 5)))
-        axes.yaxis.set_major_formatter(FuncFormatter(
-            lambda y, _: re.sub(r"\.0+ ", " ", size(y)) if scale == "bytes" else f"{y:,g}"))
-    axes.minorticks_off()
-    axes.set_xlabel("N: rows of Q, K and V")
-    axes.set_ylabel(label)
-    axes.set_title("\n".join(filter(None, (title(data), data["device"], data["note"]))), fontsize=10)
-    axes.grid(alpha=0.3)
-    figure.legend(loc="outside right upper")
-    figure.savefig(file, dpi=130)
-    plt.close(figure)
-
-
-def paper_bytes(shape: dict, N: int, M: int | None = None) -> float:
-    """HBM traffic of all heads in bytes, by FlashAttention-1's Theorem 2 (arXiv 2205.14135): of standard
-    attention, N d + N^2 numbers a head; or, with room for M numbers on the chip, of FlashAttention,
-    N^2 d^2 / M. The theorem gives orders of growth: no constants, no mask; d <= M <= N d."""
-    d = shape["d"]
-    numbers = N * d + N * N if M is None else N * N * d * d / M
-    return shape["B"] * shape["H"] * flash.DTYPES[shape["dtype"]].itemsize * numbers
-
-
-def plot_traffic(data: dict, file: Path) -> None:
-    """HBM traffic of the stages against N; dotted, without what is repeated; dashed, the papers' formulas.
-    The M of these is what a block of the last stage has of shared memory."""
-    shape, Ns, last = data["shape"], lengths(data), data["results"][-1]
-    M = last["shared_bytes"] // flash.DTYPES[shape["dtype"]].itemsize
-
-    def more(axes: Axes) -> None:
-        for line in list(axes.lines):
-            rows = [row for row in data["results"] if row["label"] == line.get_label()]
-            axes.plot([row["N"] for row in rows], [row["hbm_unique_bytes"] for row in rows], ":.",
-                      color=line.get_color(), linewidth=line.get_linewidth())
-        axes.plot([], [], ":", color="black", label="dotted: each byte once\na launch of a kernel")
-        axes.plot(Ns, [paper_bytes(shape, N) for N in Ns], "--x", color="black",
-                  label="standard attention:\nN d + N² numbers a head")
-        note = ("The papers' formulas, dashed, are orders of growth, Θ, without constants or a mask: "
-                "FlashAttention (arXiv:2205.14135), Theorem 2")
-        if M:
-            axes.plot(Ns, [paper_bytes(shape, N, M) for N in Ns], "--x", color="grey",
-                      label="FlashAttention:\nN² d² / M numbers a head")
-            note += f", for M≤Nd. M is {M:,}: the numbers in the shared memory of a {last['label']} block"
-        axes.plot([], [], " ", label=textwrap.fill(note + ".", 32))
-
-    plot(data | {"note": "Counted in the simulator, as warps ask for it: no cache"}, file,
-         "HBM traffic, read and written", traffic, "bytes", more)
-
-
-def write(data: dict, folder: Path) -> list[Path]:
-    """The results as JSON and plots, in a folder that exists."""
-    ends = (".json", "_time.png", "_memory.png", "_tflops.png", "_hbm.png")
-    *files, hbm = [folder / f"bench_{data['arguments']['pass']}{end}" for end in ends]
-    files[0].write_text(json.dumps(data, indent=1, allow_nan=False) + "\n")
-    plot(data, files[1], "time (ms)", lambda row: row["median_ms"])
-    plot(data, files[2], "memory: Q, K, V, outputs and scratch (MiB)", lambda row: row["peak_bytes"] / 2**20)
-    plot(data, files[3], "TFLOP/s", lambda row: row["tflops"], "log" if data["simulated"] else "linear")
-    if counted := [r for r in data["results"] if r["status"] == "ok" and traffic(r) is not None]:
-        plot_traffic(data | {"results": counted}, hbm)
-        files.append(hbm)
-    return files
 
 
 # ---------------------------------------------------------------------------------------- --inspect
 def inspect(args: argparse.Namespace) -> int:
     """Run one stage under flash.inspect(); print and write the report. Returns the exit status."""
     stage, N, error = args.stages[0], args.seqlens[0], ""
-    qkv = random_inputs(N, args)
-    with Console(stderr=True).status(f"inspecting {stage.name}"), flash.inspect() as report:
-        try:
-            flash.attention(*qkv, causal=args.causal, stage=stage)
-        except (RuntimeError, ValueError) as caught:  # the report may say why
-            error = str(caught) or type(caught).__name__
+    with Console(stderr=True).status(f"inspecting {stage.name}"):
+        call = of_stage(stage, args).prepare(args.direction, *random_inputs(N, args))
+        with flash.inspect() as report:
+            try:
+                call()
+            except (RuntimeError, ValueError) as caught:  # the report may say why
+                error = str(caught) or type(caught).__name__
     data = origin(args) | {"stage": stage.name, "error": error}
     data["shape"]["N"] = N
     console = Console(highlight=False, markup=False)
@@ -600,13 +492,14 @@ def inspect(args: argparse.Namespace) -> int:
 def write_report(data: dict, report: flash.Report, folder: Path, line: str | None) -> list[Path]:
     """A report and its origin as JSON, and if a kernel ran plots of its traffic and of what the lanes of a
     warp do at a line, in a folder that exists."""
-    files = [folder / f"inspect_{data['stage']}.json"]
+    name = f"{data['arguments']['pass']}_{data['stage']}".removeprefix("fwd_")
+    files = [folder / f"inspect_{name}.json"]
     files[0].write_text(json.dumps(data | report.to_dict(), indent=1, allow_nan=False) + "\n")
     if report.kernels:
         files.append(files[0].with_suffix(".png"))
         report.plot(files[1])
     if report.kernels and line:
-        files.append(folder / f"inspect_{data['stage']}_line.png")
+        files.append(folder / f"inspect_{name}_line.png")
         report.plot(files[2], line=line)
     return files
 
@@ -619,17 +512,31 @@ def positive_integers(text: str) -> list[int]:
     return list(dict.fromkeys(numbers))
 
 
-def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
-    """The arguments, checked: what cannot run is refused here, before anything is built (exit status 2)."""
+def passes(text: str) -> list[str]:
+    asked = text.split(",")
+    if unknown := [name for name in asked if name not in (*PASSES, "all")]:
+        raise argparse.ArgumentTypeError(f"no pass {unknown[0]!r}; there are {', '.join(PASSES)}, and all")
+    return list(PASSES) if "all" in asked else list(dict.fromkeys(asked))
+
+
+def parse_arguments(argv: list[str] | None = None) -> list[argparse.Namespace]:
+    """The arguments for each pass, checked: what cannot run is refused here, before anything is built (exit
+    status 2)."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add = parser.add_argument
-    add("--pass", dest="direction", choices=["fwd"], default="fwd", help="there is no backward pass yet")
+    add("--pass", dest="passes", metavar="A,B", type=passes, default="fwd",
+        help=f"of {', '.join(PASSES)}, or all; each has its own table and files; default: fwd. bwd: the "
+             "gradients alone, after the best forward stage. fwd+bwd: each backward stage with the forward "
+             "stage of its name or, if there is none, with the one just before the next pair of equal "
+             "names (recompute: flash2)")
     what = parser.add_mutually_exclusive_group()
     what.add_argument("--stages", metavar="A,B",
-                      help="by name (python flash.py lists them); default: all that run here")
+                      help="by name (python flash.py lists them), for bwd and fwd+bwd of the backward pass; "
+                           "each of several passes takes those it knows; default: all that run here")
     what.add_argument("--inspect", metavar="STAGE",
                       help="time nothing: run this stage, a name or a .cuh file, once in the simulator, and "
-                           "report every access to memory, and what is wrong with any")
+                           "report every access to memory, and what is wrong with any; with --pass bwd, a "
+                           "stage of the backward pass")
     add("--line", metavar="FILE:LINE",
         help="with --inspect: also draw which lane of a warp touches which bank or sector at this line")
     what.add_argument("--markdown", metavar="JSON", type=Path,
@@ -645,20 +552,20 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     add("--peers", metavar="A,B", help=f"PyTorch's backends, of {', '.join(PEERS)}, or none; those that "
                                        "refuse are left out; default: all, or math on CPU")
     add("--out", metavar="FOLDER", type=Path, default=flash.BUILD / "bench", help="default: build/bench")
-    args = parser.parse_args(argv, argparse.Namespace(not_run={}))
+    args = parser.parse_args(argv)
     args.device = torch.device("cpu") if args.inspect else flash.default_device()
     try:
         if args.markdown:
             read_result(args)
-        else:
-            set_defaults(args)
-            check_shape(args)
-            args.stages = choose_stages(args)
-            args.peers = choose_peers(args.peers)
-            args.out.mkdir(parents=True, exist_ok=True)
+            return [args]
+        set_defaults(args)
+        check_shape(args)
+        args.peers = choose_peers(args.peers)
+        each = [for_pass(direction, args) for direction in args.passes]
+        args.out.mkdir(parents=True, exist_ok=True)
     except (ValueError, OSError) as error:
         parser.error(" ".join(str(error).split()))
-    return args
+    return each
 
 
 def set_defaults(args: argparse.Namespace) -> None:
@@ -668,6 +575,8 @@ def set_defaults(args: argparse.Namespace) -> None:
     if args.inspect:
         if not (possible := flash.can_inspect()):
             raise ValueError(f"--inspect: {possible}")
+        if args.passes not in (["fwd"], ["bwd"]):
+            raise ValueError("--inspect: takes one pass: --pass fwd, the default, or --pass bwd")
         args.seqlens = args.seqlens or [128]
         if len(args.seqlens) > 1:
             raise ValueError(f"--inspect: takes one N; --seqlens has {', '.join(map(str, args.seqlens))}")
@@ -702,28 +611,72 @@ def check_shape(args: argparse.Namespace) -> None:
     args.H, args.H_kv = int(heads[1]), int(heads[2] or heads[1])
 
 
+def for_pass(direction: str, args: argparse.Namespace) -> argparse.Namespace:
+    """The arguments for one of the passes, with its stages."""
+    args = argparse.Namespace(**vars(args) | {"direction": direction, "not_run": {}})
+    args.stages = choose_stages(args)
+    if direction != "fwd" and all(why_not(stage, args) for stage in flash.stages("fwd")):
+        raise ValueError(f"--pass {direction}: no forward stage runs here; python flash.py says why")
+    return args
+
+
+def stages_of(direction: str, args: argparse.Namespace) -> dict[str, flash.Stage]:
+    """By name, the stages that a pass compares and that take the type."""
+    return {stage.name: stage for stage in flash.stages("fwd" if direction == "fwd" else "bwd")
+            if flash.DTYPES[args.dtype] in stage.dtypes}
+
+
 def choose_stages(args: argparse.Namespace) -> list[flash.Stage]:
     """The stages to run, in the ladder's order. One that cannot run goes into `args.not_run`, or, if it was
     asked for, is an error."""
     option = "--inspect" if args.inspect else "--stages"
     asked = [args.inspect] if args.inspect else args.stages.split(",") if args.stages else []
-    known = {stage.name: stage for stage in flash.stages()
-             if stage.direction == args.direction and flash.DTYPES[args.dtype] in stage.dtypes}
+    known = stages_of(args.direction, args)
     if args.inspect and args.inspect.endswith(".cuh"):
-        known[args.inspect] = flash.read_stage(Path(args.inspect))
-    if unknown := [name for name in asked if name not in known]:
-        raise ValueError(f"{option}: no stage {unknown[0]!r} for {args.dtype}; there are {', '.join(known)}")
-    for name in asked or known:
-        try:
-            known[name].tiles(args.head_dim, flash.shared_memory_per_block(args.device))
-            reason = known[name].available(args.device).reason
-        except ValueError as error:
-            reason = str(error)
-        if reason:
-            args.not_run[name] = reason
-    if args.not_run and (asked or len(args.not_run) == len(known)):
-        raise ValueError("{}: {}: {}".format(option, *next(iter(args.not_run.items()))))
-    return [stage for name, stage in known.items() if name in (asked or known) and name not in args.not_run]
+        if not Path(args.inspect).is_file():
+            raise ValueError(f"--inspect: there is no file {args.inspect}")
+        known[args.inspect] = stage = flash.read_stage(Path(args.inspect), args.direction)
+        if stage.direction != args.direction:
+            raise ValueError(f"--inspect: {args.inspect} is {a_stage_of(stage.direction)}")
+    elsewhere = {name for direction in args.passes for name in stages_of(direction, args)}
+    missing = [name for name in asked if name not in known]
+    if unknown := [name for name in missing if missing == asked or name not in elsewhere]:
+        raise ValueError(f"{option}: {no_stage(unknown[0], args)}")
+    chosen = [name for name in known if name in asked] if asked else list(known)
+    reasons = {name: reason for name in chosen if (reason := why_not(known[name], args))}
+    if reasons and (asked or len(reasons) == len(chosen)):
+        raise ValueError("{}: {}: {}".format(option, *next(iter(reasons.items()))))
+    args.not_run |= reasons
+    return [known[name] for name in chosen if name not in reasons]
+
+
+def a_stage_of(direction: str) -> str:
+    """For an error: what a stage is, and which option takes it."""
+    return f"a {PASSES[direction]} stage: add --pass {direction}"
+
+
+def no_stage(name: str, args: argparse.Namespace) -> str:
+    """For an error: that the pass, or each of several, has no such stage, and which there are."""
+    there = {kind: stages_of(kind, args) for kind in ("fwd", "bwd")}
+    kind = "fwd" if args.direction == "fwd" else "bwd"
+    asked = {"fwd" if direction == "fwd" else "bwd" for direction in args.passes}
+    if len(asked) == 2 and not any(name in stages for stages in there.values()):
+        names = "; ".join(f"{PASSES[kind]}: {', '.join(stages)}" for kind, stages in there.items())
+        return f"no stage {name!r} for {args.dtype} in any of the passes; there are {names}"
+    text = f"no {PASSES[kind]} stage {name!r} for {args.dtype}; there are {', '.join(there[kind])}"
+    other = "bwd" if kind == "fwd" else "fwd"
+    return text + f"; it is {a_stage_of(other)}" * (len(asked) == 1 and name in there[other])
+
+
+def why_not(stage: flash.Stage, args: argparse.Namespace) -> str:
+    """Why a stage cannot run with these arguments; empty if it can."""
+    if flash.DTYPES[args.dtype] not in stage.dtypes:
+        return f"does not take {args.dtype}"
+    try:
+        stage.tiles(args.head_dim, flash.shared_memory_per_block(args.device))
+        return stage.available(args.device).reason
+    except ValueError as error:
+        return str(error)
 
 
 def choose_peers(text: str) -> list[str]:
@@ -735,14 +688,28 @@ def choose_peers(text: str) -> list[str]:
 
 def main(argv: list[str] | None = None) -> int:
     """Returns the exit status."""
-    args = parse_arguments(argv)
-    if args.markdown:
-        print("\n\n".join(results_table(args.data, N) for N in args.seqlens))
+    each = parse_arguments(argv)
+    if each[0].markdown:
+        print("\n\n".join(results_table(each[0].data, N) for N in each[0].seqlens))
         return 0
+    if each[0].inspect:
+        try:
+            return inspect(each[0])
+        except KeyboardInterrupt:
+            print("Interrupted.", file=sys.stderr)
+            return 130
+    status = 0
+    for args in each:
+        status = max(status, run_pass(args))
+        if status == 130:
+            break
+    return status
+
+
+def run_pass(args: argparse.Namespace) -> int:
+    """Measure, show and write one pass. Returns the exit status."""
     data = new_data(args)
     try:
-        if args.inspect:
-            return inspect(args)
         run(args, data)
     except KeyboardInterrupt:
         data["interrupted"] = True

@@ -29,8 +29,10 @@
 //   stages/fwd_02_tiled.cuh            the same three, through tiles in shared memory
 //   stages/fwd_03_online_softmax.cuh   FlashAttention-1: one kernel, S and P never leave the chip
 //   stages/fwd_04_flash2.cuh           FlashAttention-2: the loops the other way round; O stays in registers
-// A stage starts with lines for flash.py: tile sizes and conditions on them (tiles, limits), and in bytes the
-// shared memory of a block (shared) and the HBM traffic of a call without a mask, if nothing is cached (hbm).
+//   stages/fwd_05_vectorized.cuh       float4, register tiles: near what fp32 multipliers give
+// A stage starts with lines for jit/registry.py: tile sizes and conditions on them (tiles, limits), and in
+// bytes the shared memory of a block (shared) and the HBM traffic of a call without a mask, if nothing is
+// cached (hbm).
 // It defines two functions:
 //   cudaError_t launch(const FwdParams&, cudaStream_t)
 //   size_t workspace_bytes(const FwdParams&)     scratch memory that it needs in HBM

@@ -1,23 +1,24 @@
 """The simulator's counts beside a GPU's own, by NVIDIA's profiler: how far they can be trusted.
 
-    python results/counts.py results/h200     # writes counts_fwd.json and banks.json there; needs ncu
+    python results/counts.py results/h200     # writes counts_fwd.json, counts_bwd.json, banks.json; needs ncu
 
-counts_fwd.json: requests, sectors and wavefronts of every kernel of the forward stages, and the traffic that
-really reached HBM. banks.json: wavefronts of single accesses to shared memory, for many patterns of indices;
-the simulator's model of the banks is tested against it.
+counts_fwd.json: requests, sectors and wavefronts of every kernel of the forward stages, and the traffic
+that really reached HBM. counts_bwd.json: the same of the backward stages, and their atomics. banks.json:
+wavefronts of single accesses to shared memory, for many patterns of indices; the simulator's model of the
+banks is tested against it.
 """
 
-import csv
 import ctypes
+import functools
 import json
-import os
 import random
 import re
 import shutil
-import subprocess
 import sys
 from datetime import date
 from pathlib import Path
+
+from ncu import ONE_CALL, launches
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
@@ -36,60 +37,55 @@ METRICS = {
     "dram__bytes_read.sum": "bytes read from HBM",
     "dram__bytes_write.sum": "bytes written to HBM",
 }
-ONE_CALL = """
-import sys, torch, flash
-B, H, N, d = map(int, sys.argv[2:])
-q, k, v = torch.randn(3, B, H, N, d, device="cuda")
-flash.attention(q, k, v, stage=sys.argv[1])
-torch.cuda.synchronize()
-"""
+ATOMICS = {  # whose old value is not used
+    "smsp__inst_executed_op_global_red.sum": "HBM atomic requests",
+    "l1tex__t_sectors_pipe_lsu_mem_global_op_red.sum": "HBM atomic sectors",
+}
 ALL_PATTERNS = """
-import sys
+import sys, torch
 sys.path.insert(0, "results")
 import counts
+torch.cuda.profiler.start()
 counts.run_patterns()
 """
 
 
-def ncu(kernels: str, metrics: list[str], *command: str) -> list[dict]:
-    """The metrics of each launch of the kernels that match a regular expression."""
-    done = subprocess.run(
-        ["ncu", "--clock-control", "none", "--csv", "--page", "raw", "--print-units", "base",
-         "-k", f"regex:{kernels}", "--metrics", ",".join(metrics), sys.executable, "-c", *command],
-        cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True)
-    lines = [line for line in done.stdout.splitlines() if line.startswith('"')]
-    if len(lines) < 3:
-        sys.exit(f"ncu measured nothing:\n{done.stdout[-2000:]}{done.stderr[-2000:]}")
-    header, _, *rows = csv.reader(lines)
-    return [{"kernel": row[header.index("Kernel Name")].split("(")[0].split("<")[0].split(" ")[-1]} | {
-        metric: int(float(row[header.index(metric)].replace(",", ""))) for metric in metrics} for row in rows]
-
-
 # ------------------------------------------------------------------------------------------ the stages
 def simulated(report, kernel: str) -> dict:
-    """The simulator's counts of a kernel, by the names in METRICS."""
+    """The simulator's counts of a kernel, by the names in METRICS; of atomics, if it has any."""
     counts = dict.fromkeys(list(METRICS.values())[:8], 0)
     for a in report.accesses:
-        if a.kernel == kernel and a.kind != "atomic":
-            unit = "sectors" if a.memory == "HBM" else "wavefronts"
-            counts[f"{a.memory} {a.kind} requests"] += a.requests
-            counts[f"{a.memory} {a.kind} {unit}"] += a.units
+        if a.kernel == kernel:
+            units = "sectors" if a.memory == "HBM" else "wavefronts"
+            for what, count in (("requests", a.requests), (units, a.units)):
+                name = f"{a.memory} {a.kind} {what}"
+                counts[name] = counts.get(name, 0) + count
     return counts
 
 
-def compare(stage: str) -> list[dict]:
-    """For each kernel of a stage: its counts in the simulator and on the GPU."""
+def compare(stage) -> list[dict]:
+    """For each kernel of a flash.Stage: its counts in the simulator and on the GPU."""
     import torch
 
     import flash
 
-    q, k, v = torch.randn(3, *(SHAPE[x] for x in "BHNd"))
+    size = [SHAPE[x] for x in "BHNd"]
+    q, k, v, dO = torch.randn(4, *size)
+    if stage.direction == "fwd":
+        call = functools.partial(flash.attention, q, k, v, stage=stage)
+    else:
+        q, k, v = (x.requires_grad_() for x in (q, k, v))
+        o = flash.attention(q, k, v, backward=stage, deterministic=False)
+        call = functools.partial(torch.autograd.grad, o, (q, k, v), dO)
     with flash.inspect() as report:
-        flash.attention(q, k, v, stage=stage)
+        call()
     kernels = "|".join(kernel.name for kernel in report.kernels)
-    measured = ncu(f"^({kernels})$", list(METRICS), ONE_CALL, stage, *(str(SHAPE[x]) for x in "BHNd"))
-    return [{"stage": stage, "kernel": row["kernel"], "simulator": simulated(report, row["kernel"]),
-             "gpu": {what: row[metric] for metric, what in METRICS.items()}} for row in measured]
+    metrics = METRICS | ATOMICS if stage.direction == "bwd" else METRICS
+    measured = launches(f"^({kernels})$", metrics, ONE_CALL[stage.direction], stage.name, "False",
+                        *map(str, size))
+    return [{"stage": stage.name, "kernel": kernel, "simulator": simulated(report, kernel),
+             "gpu": {what: int(row[metric][0]) for metric, what in metrics.items()}}
+            for kernel, row in measured]
 
 
 # ------------------------------------------------------------------------------------------ patterns
@@ -139,13 +135,13 @@ def run_patterns() -> None:
 def measure_patterns() -> dict[str, dict[str, list[int]]]:
     """By pattern and bytes a lane: the wavefronts of the store and of the load."""
     metrics = {what.split()[1]: metric for metric, what in METRICS.items() if "wavefronts" in what}
-    rows = iter(ncu("banks_kernel", list(metrics.values()), ALL_PATTERNS))
+    rows = launches("banks_kernel", metrics.values(), ALL_PATTERNS)
     found: dict[str, dict[str, list[int]]] = {}
     for name in patterns():
         found[name] = {}
         for size in (4, 8, 16):
-            row = next(rows)
-            found[name][str(size)] = [row[metrics["write"]], row[metrics["read"]]]
+            _, row = next(rows)
+            found[name][str(size)] = [int(row[metrics[kind]][0]) for kind in ("write", "read")]
     return found
 
 
@@ -165,9 +161,10 @@ def main() -> None:
     if not torch.cuda.is_available() or not shutil.which("ncu"):
         sys.exit("needs a GPU, and NVIDIA's Nsight Compute: ncu on the PATH")
     origin = {"device": flash.describe_device(torch.device("cuda")), "date": str(date.today())}
-    files = {"banks.json": {"patterns": measure_patterns()},
-             "counts_fwd.json": {"shape": SHAPE,
-                                 "kernels": [row for s in flash.stages() for row in compare(s.name)]}}
+    files = {"banks.json": {"patterns": measure_patterns()}}
+    for direction in ("fwd", "bwd"):
+        rows = [row for stage in flash.stages(direction) for row in compare(stage)]
+        files[f"counts_{direction}.json"] = {"shape": SHAPE, "kernels": rows}
     for name, result in files.items():
         Path(sys.argv[1], name).write_text(to_json(origin | result))
 

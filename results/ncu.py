@@ -1,16 +1,20 @@
-"""Hardware counters of every forward stage, by NVIDIA's profiler: what each kernel waits for.
+"""Hardware counters of every stage, by NVIDIA's profiler: what each kernel waits for.
 
-    python results/ncu.py results/h200        # writes ncu_fwd.json there; ncu must be on the PATH
+    python results/ncu.py results/h200               # writes ncu_fwd.json there; ncu must be on the PATH
+    python results/ncu.py results/h200 --pass bwd    # ncu_bwd.json: the backward stages
 
 The lines "Bound by" in the stages' headers are read off it.
 """
 
+import argparse
 import csv
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Collection, Iterable, Iterator
 from datetime import date
 from pathlib import Path
 
@@ -18,13 +22,23 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 SHAPE = {"B": 4, "H": 12, "N": 1024, "d": 64, "causal": True, "dtype": "fp32"}
-ONE_CALL = """
+ONE_CALL = {"fwd": """
 import sys, torch, flash
-B, H, N, d = map(int, sys.argv[2:])
-q, k, v = torch.randn(3, B, H, N, d, device="cuda")
-flash.attention(q, k, v, causal=True, stage=sys.argv[1])
+stage, causal, *size = sys.argv[1:]
+q, k, v = torch.randn(3, *map(int, size), device="cuda")
+torch.cuda.profiler.start()
+flash.attention(q, k, v, causal=causal == "True", stage=stage)
 torch.cuda.synchronize()
-"""
+""", "bwd": """
+import sys, torch, flash
+stage, causal, *size = sys.argv[1:]
+q, k, v, dO = torch.randn(4, *map(int, size), device="cuda")
+q, k, v = (x.requires_grad_() for x in (q, k, v))
+o = flash.attention(q, k, v, causal=causal == "True", backward=stage, deterministic=False)
+torch.cuda.profiler.start()
+torch.autograd.grad(o, (q, k, v), dO)
+torch.cuda.synchronize()
+"""}  # profiled from start() on
 OF_PEAK = ".avg.pct_of_peak_sustained_active"
 METRICS = {
     "gpu__time_duration.sum": "time",
@@ -45,18 +59,41 @@ METRICS |= {f"smsp__average_warps_issue_stalled_{reason}_per_issue_active.ratio"
             for reason, what in WAITING.items()}
 
 
-def profile(stage: str) -> list[dict]:
-    """The metrics of each kernel of a stage, in one call."""
-    size = [str(SHAPE[x]) for x in "BHNd"]
-    kernels = "regex:^(" + "|".join(("scores", "softmax", "output", stage)) + ")_kernel"
+def kernels(files: Iterable[Path]) -> list[str]:
+    """The names of the __global__ functions in CUDA sources."""
+    bounds = r"__launch_bounds__\s*\((?:[^()]|\([^()]*\))*\)"
+    pattern = rf"__global__\s+(?:void\s+|{bounds}\s+)+(\w+)\s*\("
+    return list(dict.fromkeys(name for file in files for name in re.findall(pattern, file.read_text())))
+
+
+def launches(pattern: str, metrics: Collection[str], *command: str) -> Iterator[tuple[str, dict]]:
+    """Of each launch of the kernels that match a regular expression: its kernel, and the metrics as (value,
+    unit), in base units. command: Python code that calls profiler.start(), and its arguments."""
     done = subprocess.run(
-        ["ncu", "--clock-control", "none", "--csv", "--page", "raw", "--print-units", "base", "-k", kernels,
-         "--metrics", ",".join(METRICS), sys.executable, "-c", ONE_CALL, stage, *size],
+        ["ncu", "--clock-control", "none", "--csv", "--page", "raw", "--print-units", "base",
+         "--profile-from-start", "off", "-k", f"regex:{pattern}", "--metrics", ",".join(metrics),
+         sys.executable, "-c", *command],
         cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True)
-    header, units, *rows = csv.reader(line for line in done.stdout.splitlines() if line.startswith('"'))
-    return [{"stage": stage, "kernel": row[header.index("Kernel Name")].split("(")[0]} | {
-        metric: {"what": what, "value": float(row[header.index(metric)].replace(",", "")),
-                 "unit": units[header.index(metric)]} for metric, what in METRICS.items()} for row in rows]
+    lines = [line for line in done.stdout.splitlines() if line.startswith('"')]
+    if len(lines) < 3:
+        sys.exit(f"ncu measured nothing of {pattern}:\n{done.stdout[-2000:]}{done.stderr[-2000:]}")
+    header, *table = csv.reader(lines)
+    units, *rows = (dict(zip(header, row)) for row in table)
+    for row in rows:
+        name = row["Kernel Name"].split("(")[0].split("<")[0].split(" ")[-1]
+        yield name, {metric: (float(row[metric].replace(",", "")), units[metric]) for metric in metrics}
+
+
+def profile(stage) -> list[dict]:
+    """The metrics of each kernel of a flash.Stage, in one call."""
+    from jit.loader import source_files
+
+    names = "|".join(kernels(source_files(stage.path)))
+    found = launches(f"^({names})$", METRICS, ONE_CALL[stage.direction], stage.name, str(SHAPE["causal"]),
+                     *(str(SHAPE[x]) for x in "BHNd"))
+    return [{"stage": stage.name, "kernel": kernel} | {
+        metric: {"what": METRICS[metric], "value": value, "unit": unit}
+        for metric, (value, unit) in measured.items()} for kernel, measured in found]
 
 
 def main() -> None:
@@ -64,14 +101,18 @@ def main() -> None:
 
     import flash
 
-    if len(sys.argv) != 2 or not Path(sys.argv[1]).is_dir():
-        sys.exit("usage: python results/ncu.py FOLDER")
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--pass", dest="direction", choices=["fwd", "bwd"], default="fwd")
+    args = parser.parse_args()
+    if not args.folder.is_dir():
+        parser.error(f"there is no folder {args.folder}")
     if not torch.cuda.is_available() or not shutil.which("ncu"):
         sys.exit("needs a GPU, and NVIDIA's Nsight Compute: ncu on the PATH")
     result = {"device": flash.describe_device(torch.device("cuda")), "date": str(date.today()),
               "shape": SHAPE,
-              "kernels": [kernel for stage in flash.stages() for kernel in profile(stage.name)]}
-    Path(sys.argv[1], "ncu_fwd.json").write_text(json.dumps(result, indent=1) + "\n")
+              "kernels": [kernel for stage in flash.stages(args.direction) for kernel in profile(stage)]}
+    (args.folder / f"ncu_{args.direction}.json").write_text(json.dumps(result, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -34,15 +34,21 @@ def compiler() -> str:
     return os.environ.get("CXX", "clang++" if platform.system() == "Darwin" else "g++")
 
 
+_found: set[tuple] = set()  # compilers, with the PATH that had them: to look takes long, in every call
+
+
 def missing_compiler() -> str | None:
     """None if kernels can be compiled for this CPU, or why not and what to do."""
     if platform.system() not in ("Linux", "Darwin"):
         return f"the simulator runs on Linux and macOS, not on {platform.system()}: use WSL"
     if platform.machine() not in ("x86_64", "aarch64", "arm64"):
         return f"the simulator runs on x86-64 and aarch64, not on {platform.machine()}"
-    if not shutil.which(compiler()):
-        return (f"no C++ compiler: `{compiler()}` is not on the PATH; install one "
-                "(Debian, Ubuntu: `apt install g++`; macOS: `xcode-select --install`) or set CXX")
+    sought = compiler(), os.environ.get("PATH")
+    if sought not in _found:
+        if not shutil.which(sought[0]):
+            return (f"no C++ compiler: `{sought[0]}` is not on the PATH; install one "
+                    "(Debian, Ubuntu: `apt install g++`; macOS: `xcode-select --install`) or set CXX")
+        _found.add(sought)
     return None
 
 

@@ -347,7 +347,7 @@ class Report:
         findings: list of Finding: mistakes. Empty for a correct kernel.
         kernels: list of Kernel, in the order of their first launch.
         accesses: list of Access: per kernel, line and array.
-        flops: of attention's two matrix products, 4 d for each pair of a query and a key that it sees; by
+        flops: of the matrix products, 4 d for each pair of a query and a key that it sees, backward 10 d; by
             this formula, as arithmetic cannot be observed. 0 for other kernels.
 
     print(report) shows it all as tables; plot() draws.

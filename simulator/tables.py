@@ -39,8 +39,9 @@ def report(r: Report) -> Group:
         parts += [table for memory in ("HBM", "shared") if (table := _access_table(accesses, memory))]
     total = r.hbm.total
     if r.flops and total:
-        parts += [Text(""), Text(f"{r.flops:,} FLOPs in Q K^T and P V, by formula (4 d a visible pair); "
-                                 f"{r.flops / total:.3g} per byte of HBM traffic, {format_bytes(total)}.")]
+        parts += [Text(""), Text(f"{r.flops:,} FLOPs in matrix products, by formula (4 d a visible pair; "
+                                 f"backward, 10 d); {r.flops / total:.3g} per byte of HBM traffic, "
+                                 f"{format_bytes(total)}.")]
     return Group(*parts, Text(NOTE, style="dim"))
 
 

@@ -1,6 +1,8 @@
 """What the tests share: the devices to run on, the reference in float64, and outputs that start as NaN."""
 
 import contextlib
+import itertools
+import math
 import sys
 from pathlib import Path
 
@@ -88,6 +90,53 @@ def check(o, lse, q, k, v, diagonal=None, scale=None) -> None:
         assert error <= allowed, f"{name}: error {error:.3g}, allowed {allowed:.3g}"
 
 
+def random_gradients(q, seed=7):
+    """dO and dL for q: random normal, each with its own scale and offset, as in random_qkv."""
+    generator = torch.Generator().manual_seed(seed)
+    do = torch.randn(q.shape, generator=generator) * 0.9 + 0.2
+    dlse = torch.randn(q.shape[:3], generator=generator) * 0.5 - 0.1
+    return do.to(q.device, q.dtype), dlse.to(q.device, q.dtype)
+
+
+def reference_gradients(q, k, v, do, diagonal=None, scale=None, dlse=None):
+    """(dq, dk, dv) by autograd through `reference`, in float64. dlse: the gradient by L, or None."""
+    inputs = [x.detach().double().requires_grad_() for x in (q, k, v)]
+    o, lse = reference(*inputs, diagonal, scale)
+    seen = lse > -torch.inf  # a row that sees no key has no gradient, whatever dlse is there
+    outputs, gradients = [o], [do.double()]
+    if dlse is not None and seen.any():
+        outputs, gradients = [o, lse[seen]], [do.double(), dlse.double()[seen]]
+    return torch.autograd.grad(outputs, inputs, gradients)
+
+
+def recomputed_gradients(q, k, v, do, diagonal=None, scale=None, dlse=None):
+    """(dq, dk, dv) by the formulas of flash_bwd.cu, from O and L, in PyTorch and the type of q: for the error
+    to compare with. An L of 1000 has an error of 3e-5, and so has then all of its row of P."""
+    o, lse = (x.to(q.dtype) for x in reference(q.double(), k.double(), v.double(), diagonal, scale))
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    H_kv, group = k.shape[1], q.shape[1] // k.shape[1]
+    K, V = k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)
+    P = torch.exp(q @ K.mT * scale - lse[..., None])
+    if diagonal is not None:
+        P = P.where(torch.ones(P.shape[-2:], dtype=torch.bool, device=q.device).tril(diagonal), 0)
+    D = (do * o).sum(-1) - (0 if dlse is None else dlse)
+    dS = P * (do @ V.mT - D.where(lse > -torch.inf, 0)[..., None])
+    dK, dV = (x.unflatten(1, (H_kv, group)).sum(2) for x in (scale * dS.mT @ q, P.mT @ do))
+    return scale * dS @ K, dK, dV
+
+
+def check_gradients(gradients, q, k, v, do, diagonal=None, scale=None, dlse=None) -> None:
+    """Assert that (dq, dk, dv) are at most three times as wrong as what PyTorch computes in q's type, plus
+    1e-6 of the gradient's largest element, or of 1: an element may be a sum over many rows."""
+    options = diagonal, scale, dlse
+    truth, pytorch = (f(q, k, v, do, *options) for f in (reference_gradients, recomputed_gradients))
+    for name, x, x_pytorch, x_truth in zip("QKV", gradients, pytorch, truth, strict=True):
+        assert x.shape == x_truth.shape and x.dtype == q.dtype
+        size = max(1.0, x_truth.abs().max().item())
+        error, allowed = max_error(x, x_truth), 3 * max_error(x_pytorch, x_truth) + 1e-6 * size
+        assert error <= allowed, f"d{name}: error {error:.3g}, allowed {allowed:.3g}"
+
+
 def random_qkv(B, H, H_kv, N_q, N_k, d, device, dtype=torch.float32, seed=0):
     """q, k, v: random normal, each with its own scale and offset, so no symmetry hides a swapped index."""
     generator = torch.Generator().manual_seed(seed)
@@ -97,12 +146,25 @@ def random_qkv(B, H, H_kv, N_q, N_k, d, device, dtype=torch.float32, seed=0):
     return (x.to(device, dtype) for x in (q, k, v))
 
 
+def tile_sizes(stage, d) -> list[dict[str, int]]:
+    """Three that a stage takes: small, middling and large ones."""
+    sizes = sorted(itertools.product((4, 8, 16, 32, 64, 128), (8, 32, 64, 96)), key=math.prod)
+    taken = []
+    for Br, Bc in sizes:
+        with contextlib.suppress(ValueError):
+            taken.append(stage.tiles(d, 227 * 1024, Br=Br, Bc=Bc))
+    return [taken[0], taken[len(taken) // 2], taken[-1]]
+
+
+def with_gaps(x, gap):
+    """The same values, with gaps of NaN between heads, rows and columns."""
+    B, H, N, d = x.shape
+    wide = torch.full((B, H + gap, N + 2 * gap, d + 4 * gap), torch.nan, device=x.device)
+    wide[:, :H, :N, :d] = x
+    return wide[:, :H, :N, :d]
+
+
 def qkv_with_gaps(device):
-    """q, k, v and the causal diagonal. Each tensor has its own gaps, of NaN, between heads and rows."""
-    tensors = []
-    for x, gap in zip(random_qkv(2, 4, 2, 50, 70, 32, device), (1, 2, 3)):
-        B, H, N, d = x.shape
-        wide = torch.full((B, H + gap, N + 2 * gap, d + 4 * gap), torch.nan, device=device)
-        wide[:, :H, :N, :d] = x
-        tensors.append(wide[:, :H, :N, :d])
-    return *tensors, 20
+    """q, k, v and the causal diagonal. Each tensor has its own gaps."""
+    tensors = random_qkv(2, 4, 2, 50, 70, 32, device)
+    return *(with_gaps(x, gap) for x, gap in zip(tensors, (1, 2, 3))), 20

@@ -9,10 +9,13 @@ import pytest
 import torch
 
 import bench
+import bench_report
 import flash
 
+COLUMNS = ["stage", "time (ms)", "TFLOP/s", "% of ceiling", "x naive", "scratch memory", "max error"]
 TINY = ["--batch", "1", "--heads", "1", "--head-dim", "16"]
-STAGES = [stage.name for stage in flash.stages() if torch.float32 in stage.dtypes and stage.available("cpu")]
+STAGES, BACKWARD = ([stage.name for stage in flash.stages(direction) if torch.float32 in stage.dtypes
+                     and stage.available("cpu")] for direction in ("fwd", "bwd"))
 
 
 @pytest.fixture(autouse=True)
@@ -24,8 +27,9 @@ def quick_on_the_cpu(monkeypatch):
 
 @pytest.fixture
 def no_plots(monkeypatch):
-    """For a test that is about something else: they take most of a run's time."""
-    monkeypatch.setattr(bench, "plot", lambda *_: None)
+    """For a test that is about something else: they and the edited stage take most of a run's time."""
+    monkeypatch.setattr(bench_report, "plot", lambda *_: None)
+    monkeypatch.setattr(bench, "edit_to_result", lambda args: 1.0)
 
 
 @pytest.fixture
@@ -43,11 +47,46 @@ def tamper(monkeypatch):
     return tamper
 
 
-def run(tmp_path, *arguments):
-    """(exit status, the JSON or None) of a run at tiny shapes."""
-    status = bench.main([*TINY, "--out", str(tmp_path), *arguments])
-    file = tmp_path / "bench_fwd.json"
+class ChangedGradient(torch.autograd.Function):
+    """The identity, of which the gradient is change(gradient)."""
+
+    @staticmethod
+    def forward(ctx, x, change):
+        ctx.change = change
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return ctx.change(gradient), None
+
+
+@pytest.fixture
+def tamper_gradient(monkeypatch):
+    """tamper_gradient(name, i, change): the backward stage of this name gives change(dX) for dQ, dK or dV."""
+    def tamper_gradient(name, i, change):
+        attention = flash.attention
+
+        def tampered(*tensors, backward=None, **options):
+            if backward and backward.name == name:
+                tensors = [ChangedGradient.apply(x, change) if j == i else x for j, x in enumerate(tensors)]
+            return attention(*tensors, backward=backward, **options)
+
+        monkeypatch.setattr(flash, "attention", tampered)
+
+    return tamper_gradient
+
+
+def run(tmp_path, *arguments, direction="fwd"):
+    """(exit status, the JSON or None) of a run of a pass at tiny shapes."""
+    status = bench.main([*TINY, "--out", str(tmp_path), "--pass", direction, *arguments])
+    file = tmp_path / f"bench_{direction.replace('+', '_')}.json"
     return status, json.loads(file.read_text()) if file.exists() else None
+
+
+def parse(*arguments):
+    """The arguments of a run of one pass at tiny shapes."""
+    args, = bench.parse_arguments([*TINY, *arguments])
+    return args
 
 
 def rows(data, name):
@@ -102,7 +141,8 @@ def test_memory_of_temporaries():
         del a
         return (b.cumsum(0),)
     call()
-    assert bench.scratch_bytes(call, torch.device("cpu")) == 4000
+    _, held, peak = bench.memory(call, torch.device("cpu"))
+    assert (held, peak) == (4000, 8000)
 
 
 @pytest.mark.usefixtures("no_plots")
@@ -110,8 +150,8 @@ def test_traffic(tmp_path, capsys):
     """The counts are those of flash.inspect(), a peer has none; the tables show them, and say of what."""
     _, data = run(tmp_path, "--seqlens", "40", "--heads", "2:1")
     shown = capsys.readouterr().out
-    args = bench.parse_arguments([*TINY, "--heads", "2:1"])
-    naive = bench.traffic(rows(data, "naive")[0])
+    args = parse("--heads", "2:1")
+    naive = bench_report.traffic(rows(data, "naive")[0])
     for name in STAGES:
         row, = rows(data, name)
         with flash.inspect() as report:
@@ -121,18 +161,19 @@ def test_traffic(tmp_path, capsys):
         assert row["hbm_unique_bytes"] == hbm.unique_read + hbm.unique_written
         assert row["shared_bytes"] == max(kernel.shared_bytes for kernel in report.kernels)
         assert row["findings"] == [] and row["inspected_ms"] > row["median_ms"] > 0
-        assert f"{bench.size(hbm.total)}  {bench.number(naive / hbm.total):>6}" in shown
-        assert f" | {bench.size(hbm.total)}" in bench.results_table(data).replace("**", "")
+        assert f"{bench_report.size(hbm.total)}  {bench_report.number(naive / hbm.total):>6}" in shown
+        assert f" | {bench_report.size(hbm.total)}" in bench.results_table(data).replace("**", "")
     assert all(rows(data, "math")[0][key] is None for key in bench.COUNTS)
-    assert bench.COUNTED in " ".join(shown.split()) and bench.COUNTED in bench.results_table(data)
+    for text in (" ".join(shown.split()), bench.results_table(data)):
+        assert bench_report.COUNTED in text
 
 
 def test_race_with_a_right_result(tmp_path, capsys, monkeypatch):
     """The checker's finding makes a stage wrong, and takes its times away."""
     mine, _ = without("__syncwarp();", tmp_path)
     stages = [dataclasses.replace(stage, path=mine) if stage.name == "flash2" else stage
-              for stage in flash.stages()]
-    monkeypatch.setattr(flash, "stages", lambda: stages)
+              for stage in flash.stages("fwd")]
+    monkeypatch.setattr(flash, "stages", lambda direction: stages)
     status, data = run(tmp_path, "--seqlens", "32", "--stages", "naive,flash2")
     row, = rows(data, "flash2")
     assert status == 1 and row["status"] == "wrong" and row["error"] < row["allowed_error"]
@@ -155,15 +196,15 @@ def test_no_traffic_on_a_gpu(tmp_path, capsys):
         bench.show(data, files)
         table = bench.results_table(data)
         assert "HBM" not in capsys.readouterr().out + table and not any("hbm" in file.name for file in files)
-        assert table.startswith(f"| {' | '.join(bench.COLUMNS)} |\n|---|")
+        assert table.startswith(f"| {' | '.join(COLUMNS)} |\n|---|")
 
 
 def test_formulas_of_the_paper():
     """Theorem 2: N d + N^2 and N^2 d^2 / M numbers of 4 bytes, for each of 2 * 3 heads."""
     shape = {"B": 2, "H": 3, "H_kv": 1, "d": 64, "causal": True, "dtype": "fp32"}
-    assert bench.paper_bytes(shape, 128) == 24 * (8192 + 16384)
-    assert bench.paper_bytes(shape, 128, 4096) == 24 * 16384
-    assert bench.paper_bytes(shape, 512, 16384) == 24 * 65536
+    assert bench_report.paper_bytes(shape, 128) == 24 * (8192 + 16384)
+    assert bench_report.paper_bytes(shape, 128, 4096) == 24 * 16384
+    assert bench_report.paper_bytes(shape, 512, 16384) == 24 * 65536
 
 
 @pytest.mark.usefixtures("no_plots")
@@ -178,12 +219,20 @@ def test_grouped_heads(tmp_path, arguments):
 @pytest.mark.parametrize("causal", [False, True])
 def test_the_reference(causal):
     """make_case against PyTorch in float64: two computations of the same."""
-    arguments = ["--seqlens", "24", "--batch", "2", "--heads", "4:2", "--head-dim", "8"]
-    case = bench.make_case(24, bench.parse_arguments([*arguments, "--causal" if causal else "--no-causal"]))
-    q, k, v = (x.double() for x in case.qkv)
+    arguments = ["--batch", "2", "--heads", "4:2", "--head-dim", "8", "--causal" if causal else "--no-causal"]
+    case = bench.make_case(24, parse(*arguments))
+    q, k, v = (x.double() for x in case.inputs)
     expected = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=True)
+    torch.testing.assert_close(case.exact, {"O": expected}, rtol=0, atol=1e-12)
+    assert 1e-6 < case.allowed["O"] < 1e-5 and not any(x.requires_grad for x in case.inputs)
+
+    case = bench.make_case(24, parse(*arguments, "--pass", "bwd"))
+    q, k, v, dO = (x.detach().double().requires_grad_() for x in case.inputs)
+    o = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=True)
+    expected = dict(zip(("dQ", "dK", "dV"), torch.autograd.grad(o, (q, k, v), dO), strict=True))
     torch.testing.assert_close(case.exact, expected, rtol=0, atol=1e-12)
-    assert 1e-6 < case.allowed_error < 1e-5
+    assert list(case.allowed) == ["dQ", "dK", "dV"] and all(1e-6 < x < 2e-5 for x in case.allowed.values())
+    assert dO.shape == q.shape and not torch.equal(case.inputs[3], case.inputs[0])
 
 
 @pytest.mark.usefixtures("no_plots")
@@ -254,7 +303,26 @@ def test_peer_that_refuses(tmp_path, capsys):
 
 
 @pytest.mark.parametrize("arguments, message", [
-    ("--pass bwd", "invalid choice: 'bwd'"),
+    ("--pass back", "no pass 'back'; there are fwd, bwd, fwd+bwd, and all"),
+    ("--pass back,all", "no pass 'back'; there are"),
+    ("--pass bwd --stages flash2", "no backward stage 'flash2' for fp32; there are naive, recompute,"),
+    ("--pass bwd --stages flash2", "vectorized; it is a forward stage: add --pass fwd"),
+    ("--pass fwd+bwd --stages flash2", "; it is a forward stage: add --pass fwd"),
+    ("--stages recompute", "no forward stage 'recompute' for fp32; there are naive, tiled,"),
+    ("--stages recompute", "; it is a backward stage: add --pass bwd"),
+    ("--pass fwd,bwd --stages naive,flsh2",
+     "--stages: no stage 'flsh2' for fp32 in any of the passes; there are forward: naive, tiled,"),
+    ("--pass all --stages flash2,recompute,nope", "; backward: naive, recompute,"),
+    ("--pass bwd,fwd+bwd --stages naive,nope", "no backward stage 'nope' for fp32; there are naive,"),
+    ("--pass fwd+bwd,fwd --stages flash2", "no backward stage 'flash2'"),
+    ("--pass bwd --inspect flash2", "--inspect: no backward stage 'flash2' for fp32; there are naive,"),
+    ("--pass bwd --inspect flash2", "; it is a forward stage: add --pass fwd"),
+    ("--inspect recompute", "--inspect: no forward stage 'recompute' for fp32; there are naive,"),
+    ("--inspect recompute", "; it is a backward stage: add --pass bwd"),
+    ("--pass fwd+bwd --inspect naive", "--inspect: takes one pass"),
+    ("--pass fwd,bwd --inspect naive", "--inspect: takes one pass"),
+    ("--inspect stages/bwd_01_naive.cuh", "bwd_01_naive.cuh is a backward stage: add --pass bwd"),
+    ("--inspect stages/fwd_01_naive.cuh --pass bwd", "fwd_01_naive.cuh is a forward stage: add --pass fwd"),
     ("--stages naive,flsh2", "'flsh2' for fp32; there are naive, tiled,"),
     ("--peers fa4", "'fa4'; there are math, flash, efficient, cudnn"),
     ("--dtype int8", "'int8'; they take fp32"),
@@ -267,9 +335,10 @@ def test_peer_that_refuses(tmp_path, capsys):
     ("--out bench.py/x", "bench.py"),
     ("--markdown nowhere.json", "nowhere.json"),
     ("--markdown README.md", "README.md"),
-    ("--inspect flsh2", "--inspect: no stage 'flsh2' for fp32; there are naive, tiled,"),
-    ("--inspect naive,flash2", "no stage 'naive,flash2'"),
-    ("--inspect nowhere.cuh", "there is no file"),
+    ("--inspect flsh2", "--inspect: no forward stage 'flsh2' for fp32; there are naive, tiled,"),
+    ("--inspect naive,flash2", "no forward stage 'naive,flash2'"),
+    ("--inspect nowhere.cuh", "error: --inspect: there is no file nowhere.cuh"),
+    ("--inspect nowhere.cuh --pass bwd", "error: --inspect: there is no file nowhere.cuh"),
     ("--inspect flash2 --seqlens 64,128", "takes one N; --seqlens has 64, 128"),
     ("--inspect flash2 --stages naive", "not allowed with argument"),
     ("--inspect flash2 --markdown results/cpu/bench_fwd.json", "not allowed with argument"),
@@ -285,6 +354,13 @@ def test_bad_arguments(arguments, message, capsys, monkeypatch):
     assert message in capsys.readouterr().err.splitlines()[-1]
 
 
+def test_all_among_others():
+    """In the order of the passes, each once."""
+    assert bench.passes("bwd,fwd,bwd") == ["bwd", "fwd"]
+    for text in ("all", "all,bwd", "bwd,all"):
+        assert bench.passes(text) == ["fwd", "bwd", "fwd+bwd"]
+
+
 @pytest.mark.usefixtures("no_plots")
 def test_markdown(tmp_path, capsys):
     _, data = run(tmp_path, "--seqlens", "32,64", "--stages", "naive,tiled")
@@ -295,7 +371,7 @@ def test_markdown(tmp_path, capsys):
     assert printed.strip() == bench.results_table(data, 32).strip()
     header, rule, naive, tiled, math_, empty, origin = printed.strip().split("\n")
     columns = [cell.strip() for cell in header.strip("|").split("|")]
-    assert columns == [*bench.COLUMNS, *bench.COUNTED_COLUMNS]
+    assert columns == [*COLUMNS, "HBM traffic", "x less than naive"]
     assert len({line.count("|") for line in (header, rule, naive, tiled, math_)}) == 1
     assert (naive + tiled).count("**") == 2 * len(columns) and "**" not in math_  # one stage is fastest
     assert "N=32" in origin and data["device"] in origin and data["note"] in origin
@@ -322,7 +398,7 @@ def test_inspect(tmp_path, capsys):
     assert data["stage"] == "flash2" and data["findings"] == [] and data["error"] == ""
     assert data["shape"] == {"B": 1, "H": 2, "H_kv": 1, "d": 16, "causal": False, "dtype": "fp32", "N": 40}
     assert data["date"] and "simulator" in data["device"] and data["software"]["torch"] == torch.__version__
-    args = bench.parse_arguments([*TINY, "--heads", "2:1"])
+    args = parse("--heads", "2:1")
     with flash.inspect() as report:
         flash.attention(*bench.random_inputs(40, args), stage="flash2")
     assert data["traffic"] == report.to_dict()["traffic"]
@@ -354,7 +430,7 @@ def test_without_the_checker(tmp_path, capsys, monkeypatch):
 def test_inspect_needs_no_gpu(tmp_path, monkeypatch):
     """With one, too, it takes CPU tensors, and the defaults for them."""
     monkeypatch.setattr(flash, "default_device", lambda: torch.device("cuda"))
-    args = bench.parse_arguments(["--inspect", "flash2", "--out", str(tmp_path)])
+    args, = bench.parse_arguments(["--inspect", "flash2", "--out", str(tmp_path)])
     assert (args.device.type, args.seqlens, args.batch, args.H) == ("cpu", [128], 1, 2)
 
 
@@ -385,7 +461,197 @@ def test_inspect_of_a_stage_that_fails(tmp_path, capsys, line, message, ran):
 
 
 def test_numbers():
-    numbers = [bench.number(x) for x in (None, 0.000123456, 1.5, 999.4, 12345.6)]
+    numbers = [bench_report.number(x) for x in (None, 0.000123456, 1.5, 999.4, 12345.6)]
     assert numbers == ["-", "0.000123", "1.50", "999", "12,346"]
-    sizes = [bench.size(n) for n in (None, 0, 1536, 3 * 2**30)]
+    sizes = [bench_report.size(n) for n in (None, 0, 1536, 3 * 2**30)]
     assert sizes == ["-", "0 B", "1.50 KiB", "3.00 GiB"]
+
+
+# ------------------------------------------------------------------------------------------ the gradients
+@pytest.mark.parametrize("direction, flops", [("bwd", 10), ("fwd+bwd", 14)])
+def test_gradients(tmp_path, capsys, direction, flops):
+    status, data = run(tmp_path, "--seqlens", "32,64", direction=direction)
+    shown = capsys.readouterr().out
+    assert status == 0
+    assert [row["name"] for row in data["results"]] == [*BACKWARD, "math"] * 2
+    for row in data["results"]:
+        assert row["status"] == "ok" and set(row["label"].split()) <= set(shown.split())
+        assert 0 < row["error"] < 1e-5 and row["error_in"] in ("dQ", "dK", "dV")
+        assert row["kind"] == "peer" or row["error"] <= row["allowed_error"] < 2e-5
+        assert row["tflops"] == pytest.approx(flops * row["N"] ** 2 * 16 / 2 / (row["median_ms"] * 1e9))
+        assert row["kind"] == "peer" or row["findings"] == []
+    assert data["edit_to_result_s"] > 0
+    assert data["arguments"]["pass"] == direction and data["arguments"]["stages"] == BACKWARD
+    assert f"Attention {bench_report.PASSES[direction]}, B=1" in shown
+    assert f"FLOPs: {flops} B H N N d" in shown
+    columns = [*COLUMNS[:-1], "peak memory", COLUMNS[-1], "HBM traffic", "x less than naive"]
+    assert bench_report.columns(data) == columns and bench.results_table(data).startswith(
+        f"| {' | '.join(columns)} |\n|---|")
+    assert max(map(len, shown.split("Ceiling")[0].splitlines())) <= 100 and "…" not in shown
+    before = f"O and L are made before, by {STAGES[-1]}."
+    assert (before in shown) == (before in bench.results_table(data)) == (direction == "bwd")
+    for plot in ("time", "memory", "tflops", "hbm"):
+        png = tmp_path / f"bench_{direction.replace('+', '_')}_{plot}.png"
+        assert png.read_bytes().startswith(b"\x89PNG") and png.stat().st_size > 20_000
+        assert str(png) in shown
+
+
+@pytest.mark.usefixtures("no_plots")
+def test_all_passes(tmp_path, capsys):
+    """Each has its table and its JSON, and takes the stages that it knows."""
+    status = bench.main([*TINY, "--out", str(tmp_path), "--pass", "all", "--seqlens", "32", "--peers", "none",
+                         "--stages", "flash2,naive,recompute"])
+    shown = capsys.readouterr().out
+    assert status == 0
+    names = {file.stem: [row["name"] for row in json.loads(file.read_text())["results"]]
+             for file in tmp_path.glob("*.json")}
+    assert names == {"bench_fwd": ["naive", "flash2"], "bench_bwd": ["naive", "recompute"],
+                     "bench_fwd_bwd": ["naive", "recompute"]}
+    assert " + recompute " in shown
+    assert [shown.count(f"Attention {what},") for what in bench_report.PASSES.values()] == [1, 1, 1]
+
+
+def test_pairs(monkeypatch):
+    """A backward stage runs after its namesake, else after the last one before the next pair of namesakes."""
+    ladders = {"fwd": ["naive", "tiled", "flash2", "vectorized", "wmma", "mma"],
+               "bwd": ["naive", "recompute", "deterministic", "vectorized", "mma", "newer"]}
+    example, = (stage for stage in flash.stages("fwd") if stage.name == "naive")
+    monkeypatch.setattr(flash, "stages", lambda direction: [
+        dataclasses.replace(example, number=i, name=name, direction=direction)
+        for i, name in enumerate(ladders[direction], 1)])
+    both, backward = (parse("--pass", direction) for direction in ("fwd+bwd", "bwd"))
+    pairs = [bench.forward_stage(stage, both).name for stage in both.stages]
+    assert pairs == ["naive", "flash2", "flash2", "vectorized", "mma", "mma"]
+    labels = [bench.of_stage(stage, both).label for stage in both.stages]
+    assert labels == ["naive", "flash2 + recompute", "flash2 + deterministic", "vectorized", "mma",
+                      "mma + newer"]
+    assert {bench.forward_stage(stage, backward).name for stage in backward.stages} == {"mma"}
+    mine = dataclasses.replace(backward.stages[0], number=0, name="mine")
+    assert bench.forward_stage(mine, both).name == "mma"
+
+
+@pytest.mark.parametrize("name", BACKWARD)
+def test_only_the_backward_pass_is_timed(monkeypatch, name):
+    """And not a deterministic one instead, though torch.empty is made to give NaN."""
+    calls, attention = [], flash.attention
+    monkeypatch.setattr(flash, "attention", lambda *tensors, **options: (
+        calls.append(options), attention(*tensors, **options))[1])
+    args = parse("--pass", "bwd", "--stages", name)
+    inputs = bench.random_inputs(16, args)
+    with bench.poisoned_memory():
+        call = bench.of_stage(*args.stages, args).prepare("bwd", *inputs)
+        assert len(calls) == 1 and calls[0]["backward"].name == name and calls[0]["deterministic"] is False
+        first, second = call(), call()
+    assert len(calls) == 1 and not torch.are_deterministic_algorithms_enabled()
+    case = bench.make_case(16, args)
+    for gradients in (first, second):
+        assert [x.shape for x in gradients] == [x.shape for x in inputs[:3]]
+        error_in, error = bench.worst_error(gradients, case)
+        assert error <= case.allowed[error_in]
+
+
+@pytest.mark.usefixtures("no_plots")
+@pytest.mark.parametrize("change, finite", [(lambda x: x + 1e-2, True), (lambda x: x * math.nan, False),
+                                            (torch.empty_like, False)], ids=["off", "NaN", "unwritten"])
+@pytest.mark.parametrize("i", range(3))
+def test_wrong_gradient_is_not_timed(tmp_path, capsys, tamper_gradient, i, change, finite):
+    tamper_gradient("recompute", i, change)
+    arguments = "--seqlens", "24", "--stages", "naive,recompute", "--peers", "none"
+    status, data = run(tmp_path, *arguments, direction="bwd")
+    naive, row = data["results"]
+    assert status == 1 and naive["status"] == "ok"
+    assert row["status"] == "wrong" and row["median_ms"] is None and row["error_in"] == ("dQ", "dK", "dV")[i]
+    assert f"the largest error in d{'QKV'[i]} is " in row["message"] and (row["error"] is not None) == finite
+    assert "WRONG" in capsys.readouterr().out
+
+
+@pytest.mark.usefixtures("no_plots")
+@pytest.mark.parametrize("direction", ["bwd", "fwd+bwd"])
+def test_memory_of_gradients(tmp_path, direction):
+    """Scratch memory is what is beyond Q, K, V, O, dO, dQ, dK, dV, at the peak: for naive L, P and dS; for
+    recompute L and D; for PyTorch three N x N matrices at least, of which autograd has saved one."""
+    _, data = run(tmp_path, "--seqlens", "128", "--stages", "naive,recompute", direction=direction)
+    naive, recompute, pytorch = data["results"]
+    N, floats = 128, 4
+    assert naive["scratch_bytes"] == floats * (N + 2 * N * N)
+    assert recompute["scratch_bytes"] == floats * (N + N)
+    assert floats * 3 * N * N <= pytorch["scratch_bytes"] < floats * 4 * N * N
+    for row in data["results"]:
+        assert row["peak_bytes"] == row["scratch_bytes"] + floats * 8 * N * 16
+
+
+@pytest.mark.usefixtures("no_plots")
+def test_traffic_of_gradients(tmp_path):
+    """Of the backward pass alone, or of both: what flash.inspect() counts."""
+    args = parse("--pass", "bwd", "--heads", "2:1")
+    q, k, v, dO = bench.random_inputs(40, args)
+    with flash.inspect() as forward:
+        o = flash.attention(q, k, v, causal=True, stage="naive", backward="naive", deterministic=False)
+    with flash.inspect() as backward:
+        torch.autograd.grad(o, (q, k, v), dO)
+    assert forward.hbm.total and backward.hbm.total
+    expected = {"bwd": backward.hbm.total, "fwd+bwd": forward.hbm.total + backward.hbm.total}
+    for direction, total in expected.items():
+        arguments = "--heads", "2:1", "--seqlens", "40", "--stages", "naive", "--peers", "none"
+        _, data = run(tmp_path, *arguments, direction=direction)
+        row, = data["results"]
+        assert bench_report.traffic(row) == total
+        assert f" | {bench_report.size(total)}" in bench.results_table(data).replace("**", "")
+
+
+@pytest.mark.usefixtures("no_plots")
+@pytest.mark.parametrize("arguments", [("--heads", "4:2", "--no-causal", "--seqlens", "40"),
+                                       ("--seqlens", "1")])
+def test_gradients_of_other_shapes(tmp_path, arguments):
+    """Grouped heads; and one key, for which dQ and dK are 0, and an error of 0 cannot be asked for."""
+    status, data = run(tmp_path, *arguments, "--stages", "naive,recompute", direction="bwd")
+    assert status == 0 and [row["status"] for row in data["results"]] == ["ok"] * 3
+
+
+@pytest.mark.usefixtures("no_plots")
+def test_interrupted_in_the_second_pass(tmp_path, capsys, tamper_gradient):
+    """The results of the first are there, and those of the second so far; the third is not begun."""
+    tamper_gradient("recompute", 0, lambda x: raise_(KeyboardInterrupt()) if x.shape[2] == 32 else x)
+    assert bench.main([*TINY, "--out", str(tmp_path), "--pass", "all", "--seqlens", "24,32", "--stages",
+                       "naive,recompute", "--peers", "none"]) == 130
+    data = {file.stem: json.loads(file.read_text()) for file in tmp_path.glob("*.json")}
+    measured = {name: [(row["name"], row["N"]) for row in one["results"]] for name, one in data.items()}
+    assert measured == {"bench_fwd": [("naive", 24), ("naive", 32)],
+                        "bench_bwd": [("naive", 24), ("recompute", 24), ("naive", 32)]}
+    assert data["bench_bwd"]["interrupted"] and not data["bench_fwd"]["interrupted"]
+    assert "Interrupted after 3 cases" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("error, status, exit_status", [
+    (RuntimeError("building it failed:\nerror: no such thing"), "failed", 1),
+    (torch.OutOfMemoryError("CUDA out of memory"), "out of memory", 0)])
+@pytest.mark.usefixtures("no_plots")
+def test_backward_stage_that_raises(tmp_path, tamper_gradient, error, status, exit_status):
+    tamper_gradient("naive", 1, lambda x: raise_(error))
+    arguments = "--seqlens", "24", "--stages", "naive,recompute", "--peers", "none"
+    exit_, data = run(tmp_path, *arguments, direction="fwd+bwd")
+    assert exit_ == exit_status and [row["status"] for row in data["results"]] == [status, "ok"]
+
+
+def test_inspect_the_backward_pass(tmp_path, capsys):
+    """Of it alone; its files do not take the place of the forward stage's of the same name."""
+    arguments = "--seqlens", "40", "--heads", "2:1"
+    status, data, plot = inspect(tmp_path, "naive", "--pass", "bwd", *arguments)
+    assert status == 0 and plot and data["findings"] == [] and data["error"] == ""
+    assert [file.name for file in tmp_path.glob("*.json")] == ["inspect_bwd_naive.json"]
+    assert data["arguments"] == {"pass": "bwd", "stages": ["naive"], "forward": [STAGES[-1]]}
+    assert "Attention backward" in capsys.readouterr().out
+    kernels = [kernel["name"] for kernel in data["kernels"]]
+    assert kernels == ["scores_kernel", "softmax_kernel", "dQ_kernel", "dKV_kernel"]
+    assert {"dO", "dQ", "dK", "dV"} <= set(data["traffic"])
+
+
+def test_inspect_a_backward_stage_of_your_own(tmp_path):
+    """recompute without its last barrier: it is a race, and the exit status is 1."""
+    stage, = (stage for stage in flash.stages("bwd") if stage.name == "recompute")
+    before, after = stage.path.read_text().rsplit("__syncthreads();", 1)
+    mine = tmp_path / "mine.cuh"
+    mine.write_text((before + after).replace("// Backward stage 2: recompute", "// mine"))
+    status, data, _ = inspect(tmp_path, mine, "--pass", "bwd", "--seqlens", "128")
+    assert status == 1 and "race" in {finding["what"] for finding in data["findings"]}
+    assert data["stage"] == "mine"

@@ -17,7 +17,16 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import check, qkv_with_gaps, random_qkv
+from conftest import (
+    check,
+    check_gradients,
+    qkv_with_gaps,
+    random_gradients,
+    random_qkv,
+    reference,
+    tile_sizes,
+    with_gaps,
+)
 
 import flash
 
@@ -26,8 +35,9 @@ import counts  # noqa: E402
 
 WRONG = Path(__file__).parent / "kernels" / "wrong.cu"
 BANKS = Path(__file__).parent / "kernels" / "banks.cu"
-STAGES = flash.stages()
+STAGES = flash.stages("fwd")
 BY_NAME = {stage.name: stage for stage in STAGES}
+BACKWARD = {stage.name: stage for stage in flash.stages("bwd")}
 CASES = re.findall(r"case (\d+): (\w+)<<<.*fixed", WRONG.read_text())
 NUMBERS = {name: int(number) for number, name in CASES}
 SEEDS = ["", "1", "2"]
@@ -274,6 +284,25 @@ def inspected(stage: str, N: int):
     return report
 
 
+def inspected_backward(stage, q, k, v, diagonal=None, **tiles):
+    """The report of a backward stage, from dO with gaps, and with dL. Its result is right, if it is one of
+    the repository's."""
+    o, lse = (x.float() for x in reference(q.double(), k.double(), v.double(), diagonal))
+    do, dlse = random_gradients(q)
+    options = flash._choose(stage, q, "bwd", **tiles)
+    with flash.inspect() as report:
+        gradients = flash._backward(q, k, v, o, lse, with_gaps(do, 1), dlse, diagonal, None, *options, False)
+    if isinstance(stage, str):
+        check_gradients(gradients, q, k, v, do, diagonal, None, dlse)
+    return report
+
+
+@functools.cache
+def inspected_group(stage: str, N: int):
+    """The report of a backward stage: two query heads share a key head, d=64, not causal, default tiles."""
+    return inspected_backward(stage, *random_qkv(1, 2, 1, N, N, 64, "cpu"))
+
+
 def derived_bytes(stage: str, N: int, d: int, Br: int, Bc: int) -> int:
     """HBM bytes of one head by following the algorithm: what each warp or tile reads and writes."""
     numbers = 0
@@ -297,9 +326,38 @@ def derived_bytes(stage: str, N: int, d: int, Br: int, Bc: int) -> int:
             for _ in tiles_of_q:
                 numbers += Br * d + 2 * (Br * d + 2 * Br)    # Q_i; O_i, m_i, l_i read and written
         numbers += 3 * N                              # m, l, L
-    elif stage == "flash2":
+    elif stage in ("flash2", "vectorized"):
         for _ in tiles_of_q:
             numbers += Br * d + sum(2 * Bc * d for _ in tiles_of_k) + Br * d + Br    # Q_i; K_j, V_j; O_i, L_i
+    return 4 * numbers
+
+
+def derived_backward_bytes(stage: str, N: int, d: int, Br: int, Bc: int) -> int:
+    """The same of a backward stage, for two query heads that share a key head."""
+    numbers = 0
+    tiles_of_k = range(0, N, Bc)
+    tiles_of_q = [(h, i) for h in range(2) for i in range(0, N, Br)]
+    if stage == "naive":
+        for _ in range(2 * N * N // 32):         # warps of one query and 32 keys
+            numbers += 2 * d * (1 + 32) + 2 * 32         # Q, dO: one number for all lanes; K, V; S, dP
+        numbers += 2 * N * (N * (4 + 1 + 2 + 1) + 1)     # S read four times, P; dP read twice, dS; dL
+        for _ in range(2 * N * d // 32):         # warps of one query and 32 columns
+            numbers += N * (1 + 32) + 32                 # dS: one number for all lanes; K; dQ
+        for _ in range(N * d // 32):             # warps of one key and 32 columns
+            numbers += 2 * N * 2 * (1 + 32) + 2 * 32     # of two heads: P, dS; dO, Q; then dV, dK
+    elif stage in ("recompute", "deterministic", "vectorized"):
+        numbers += 2 * N * (2 * d + 2 + 1)               # O, dO; L, dL; D
+        for _ in tiles_of_k:
+            numbers += 2 * Bc * d + 2 * Bc * d           # K_j, V_j; dK_j, dV_j
+            for _ in tiles_of_q:
+                numbers += 2 * Br * d + 2 * Br           # Q_i, dO_i; L_i, D_i
+        if stage == "deterministic":
+            for _ in tiles_of_q:
+                numbers += 2 * Br * d + Br * d           # Q_i, dO_i; dQ_i
+                numbers += sum(2 * Bc * d + 2 * Br for _ in tiles_of_k)      # K_j, V_j; L_i, D_i
+        else:
+            numbers += 2 * N * d                         # dQ set to 0
+            numbers += sum(2 * Br * d for _ in itertools.product(tiles_of_k, tiles_of_q))    # dQ_i: both ways
     return 4 * numbers
 
 
@@ -307,19 +365,50 @@ def derived_bytes(stage: str, N: int, d: int, Br: int, Bc: int) -> int:
 @pytest.mark.parametrize("stage", BY_NAME)
 def test_hbm_traffic(stage, N):
     """Within 5 % of what the algorithm says, and of the formula in the stage's header."""
-    tiles = BY_NAME[stage].default_tiles(64)
+    tiles = BY_NAME[stage].default_tiles(64, rows=2 * N)
     counted, derived = inspected(stage, N).hbm.total, 2 * derived_bytes(stage, N, 64, **tiles)
     assert derived and abs(counted / derived - 1) < 0.05
     assert abs(counted / BY_NAME[stage].hbm_bytes(1, 2, N, N, 64, **tiles) - 1) < 0.05
+
+
+@pytest.mark.parametrize("N", [64, 128])
+@pytest.mark.parametrize("stage", BACKWARD)
+def test_hbm_traffic_of_a_backward_stage(stage, N):
+    """The same. 2 N numbers more than the formula says: dL."""
+    tiles = BACKWARD[stage].default_tiles(64)
+    counted, derived = inspected_group(stage, N).hbm.total, derived_backward_bytes(stage, N, 64, **tiles)
+    assert derived and abs(counted / derived - 1) < 0.05
+    formula = BACKWARD[stage].hbm_bytes(1, 2, N, N, 64, **tiles, H_kv=1) + 4 * 2 * N
+    assert abs(counted / formula - 1) < 0.05
+    report = inspected_group(stage, N)
+    assert report.findings == [] and report.flops == 10 * 2 * N * N * 64
+    assert all(kernel.grid[1:] == (1, 1) for kernel in report.kernels), "a grid's y and z end at 65535"
+
+
+@pytest.mark.parametrize("stage", BACKWARD)
+def test_formula_of_other_shapes_backward(stage):
+    _, tiles, _ = tile_sizes(BACKWARD[stage], 32)
+    report = inspected_backward(stage, *random_qkv(2, 6, 2, 50, 70, 32, "cpu"), **tiles)
+    formula = BACKWARD[stage].hbm_bytes(2, 6, 50, 70, 32, **tiles, H_kv=2) + 4 * 12 * 50
+    assert abs(report.hbm.total / formula - 1) < 0.05
+
+
+def test_atomics_read_and_write():
+    report = inspected_group("recompute", 128)
+    assert {a.kind for a in report.accesses if a.array == "dQ"} == {"write", "atomic"}
+    one, dQ = 2 * 128 * 64 * 4, report.traffic()["dQ"]
+    assert (dQ.read, dQ.written) == (2 * one, 3 * one), "by two blocks; and set to 0"
+    assert all(a.kind != "atomic" for a in inspected_group("deterministic", 128).accesses)
 
 
 @pytest.mark.parametrize("stage, Bc", [*((stage, 32) for stage in BY_NAME), ("naive", 16), ("naive", 64)])
 def test_formula_of_other_shapes(stage, Bc):
     """The header's formula, where N is no multiple of the tiles, N_q != N_k, d != 64."""
     q, k, v = random_qkv(2, 2, 2, 50, 70, 24, "cpu")
+    Br = 32 if stage == "vectorized" else 16
     with flash.inspect() as report:
-        flash.attention(q, k, v, stage=stage, Br=16, Bc=Bc)
-    assert abs(report.hbm.total / BY_NAME[stage].hbm_bytes(2, 2, 50, 70, 24, Br=16, Bc=Bc) - 1) < 0.05
+        flash.attention(q, k, v, stage=stage, Br=Br, Bc=Bc)
+    assert abs(report.hbm.total / BY_NAME[stage].hbm_bytes(2, 2, 50, 70, 24, Br=Br, Bc=Bc) - 1) < 0.05
 
 
 def test_requests_as_measured():
@@ -334,7 +423,22 @@ def test_requests_as_measured():
             if what.startswith("HBM") or "shared write" in what:
                 assert count == row["gpu"][what], (row["stage"], row["kernel"], what)
         assert ours["shared read requests"] >= row["gpu"]["shared read requests"]
-        assert ours["shared read wavefronts"] == ours["shared read requests"], "no conflicts"
+
+
+@pytest.mark.parametrize("stage", flash.stages(), ids=lambda s: s.path.stem)
+def test_no_bank_conflicts(stage):
+    """No stage has any at d = 64: each access takes the least wavefronts that its size allows."""
+    tiles = [stage.default_tiles(64), stage.default_tiles(64, rows=1)]
+    for tile in tiles[tiles[0] == tiles[1]:]:
+        q, k, v = random_qkv(1, 1, 1, 70, 90, 64, "cpu")
+        if stage.direction == "bwd":
+            report = inspected_backward(stage.name, q, k, v, 20, **tile)
+        else:
+            with flash.inspect() as report:
+                flash.attention(q, k, v, causal=True, stage=stage, **tile)
+        shared = [access for access in report.accesses if access.memory == "shared"]
+        assert bool(shared) == (stage.name != "naive") and report.findings == []
+        assert all(access.units == access.ideal for access in shared)
 
 
 def test_unique_bytes():
@@ -358,12 +462,6 @@ def test_loads_of_K_with_a_thread_per_row():
     (k_load,) = [a for a in inspected("naive", 64).accesses if a.array == "K"]
     assert k_load.units_per_request == 32 and k_load.ideal == 4 * k_load.requests
     assert "K[col * p.K.stride_n + k]" in k_load.place.text
-
-
-@pytest.mark.parametrize("stage", ["tiled", "online_softmax", "flash2"])
-def test_no_bank_conflicts(stage):
-    """In the stages that pad K."""
-    assert all(a.ways == 1 for a in inspected(stage, 64).accesses if a.memory == "shared")
 
 
 def test_bank_conflicts_without_padding(tmp_path):
@@ -406,12 +504,25 @@ def test_no_finding_in_a_correct_stage(monkeypatch, stage, shape):
     B, H, H_kv, N_q, N_k, d, causal, Br, Bc = shape
     q, k, v = random_qkv(B, H, H_kv, N_q, N_k, d, "cpu")
     tiles = {"Br": Br, "Bc": Bc} if Br else {}
+    if Br and stage == "vectorized":
+        tiles["Br"] = {8: 32, 16: 128}[Br]
     for seed in SEEDS:
         set_seed(monkeypatch, seed)
         with flash.inspect() as report:
             o, lse = flash.attention(q, k, v, causal=causal, stage=stage, return_lse=True, **tiles)
         assert report.findings == []
         check(o, lse, q, k, v, N_k - N_q if causal else None)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("stage", BACKWARD)
+def test_no_finding_in_a_correct_backward_stage(monkeypatch, stage, seed):
+    """With small tiles, gaps and a mask; with middling ones, and fewer keys than queries."""
+    set_seed(monkeypatch, seed)
+    small, middling, _ = tile_sizes(BACKWARD[stage], 32)
+    assert inspected_backward(stage, *qkv_with_gaps("cpu"), **small).findings == []
+    q, k, v = random_qkv(1, 2, 1, 70, 50, 32, "cpu")
+    assert inspected_backward(stage, q, k, v, **middling).findings == []
 
 
 @pytest.mark.parametrize("stage", BY_NAME)
@@ -434,20 +545,20 @@ def test_no_finding_with_gaps_and_repeated_heads(stage):
 
 
 # ------------------------------------------------------------------------------------------ stages: wrong
-def mutated(tmp_path: Path, stage: str, change, name: str = "mutant") -> Path:
+def mutated(tmp_path: Path, stage: str | flash.Stage, change, name: str = "mutant") -> Path:
     file = tmp_path / f"{name}.cuh"
-    text = BY_NAME[stage].path.read_text()
+    text = (BY_NAME[stage] if isinstance(stage, str) else stage).path.read_text()
     file.write_text(change(text))
     assert file.read_text() != text
     return file
 
 
-BARRIERS = [(stage.name, line) for stage in STAGES
+BARRIERS = [(stage, line) for stage in flash.stages()
             for line, text in enumerate(stage.path.read_text().splitlines(), 1)
             if re.search(r"__sync(threads|warp)\(\);", text)]
 
 
-@pytest.mark.parametrize("stage, line", BARRIERS)
+@pytest.mark.parametrize("stage, line", BARRIERS, ids=[f"{s.path.stem}-{line}" for s, line in BARRIERS])
 def test_no_barrier_can_be_spared(tmp_path, stage, line):
     """Each one removed is a race, between lines of this stage or of functions that it calls."""
     def without(text):
@@ -456,8 +567,11 @@ def test_no_barrier_can_be_spared(tmp_path, stage, line):
         return "\n".join(lines) + "\n"
     file = mutated(tmp_path, stage, without)
     q, k, v = random_qkv(1, 1, 1, 70, 70, 16, "cpu")
-    with flash.inspect() as report:
-        flash.attention(q, k, v, stage=file, Br=32, Bc=32)
+    if stage.direction == "bwd":
+        report = inspected_backward(file, q, k, v, Br=32, Bc=32)
+    else:
+        with flash.inspect() as report:
+            flash.attention(q, k, v, stage=file, Br=32, Bc=32)
     races = [f for f in report.findings if f.what == "race"]
     assert races and {f.what for f in report.findings} <= {"race", "uninitialised"}
     for race in races:
@@ -473,6 +587,9 @@ OUT_OF_BOUNDS = [
     ("online_softmax", r"return 2 \* sizeof", "return sizeof", {"m, l"}),
     ("flash2", r"if \(row >= p.N_q\) continue;", "", {"O", "L"}),
     ("flash2", r"i \* Br, Br, p.N_q", "i * Br, Br, 1 << 20", {"Q"}),
+    ("vectorized", r"if \(row >= p.N_q\) continue;", "", {"O", "L"}),
+    ("vectorized", r"at.x < left && ", "", {"K", "V"}),
+    ("vectorized", r"if \(i \* Br \+ at.x < p.N_q\) ", "", {"Q"}),
 ]
 
 
@@ -486,6 +603,39 @@ def test_out_of_bounds_in_a_stage(tmp_path, stage, pattern, replacement, arrays)
     found = [f for f in report.findings if f.what == "out of bounds"]
     assert {re.match(r"\(?([\w, ]+?)\)?\[", f.element)[1] for f in found} == arrays
     assert all("outside of its shape" in f.element for f in found)
+
+
+OUT_OF_BOUNDS_BACKWARD = [
+    ("naive", r"row >= p\.N_q \|\| k >= d", "k >= d", {"P, dS", "dQ"}),
+    ("naive", r"col >= p\.N_k \|\| k >= d", "k >= d", {"P, dS", "dK", "dV"}),
+    ("recompute", r"row < p\.N_q \? D", "true ? D", {"D"}),
+    ("recompute", r"if \(row >= p\.N_q\) continue;", "", {"dQ"}),
+    ("recompute", r"if \(k < d\) atomicAdd", "atomicAdd", {"dQ"}),
+    ("deterministic", r"i \* Br, Br, p\.N_q", "i * Br, Br, 1 << 20", {"Q", "dO"}),
+]
+
+
+@pytest.mark.parametrize("stage, pattern, replacement, arrays", OUT_OF_BOUNDS_BACKWARD)
+def test_out_of_bounds_in_a_backward_stage(tmp_path, stage, pattern, replacement, arrays):
+    file = mutated(tmp_path, BACKWARD[stage], lambda text: re.sub(pattern, replacement, text))
+    report = inspected_backward(file, *random_qkv(2, 2, 2, 50, 50, 16, "cpu"), Br=32, Bc=32)
+    found = [f for f in report.findings if f.what == "out of bounds"]
+    assert {re.match(r"\(?([\w, ]+?)\)?\[", f.element)[1] for f in found} == arrays
+
+
+def test_dQ_needs_atomics(tmp_path):
+    """Blocks add to the same rows: without atomics a race, whatever the result."""
+    file = mutated(tmp_path, BACKWARD["recompute"], lambda text: re.sub(
+        r"atomicAdd\((dQ .*?), (.*)\);", r"*(\1) += \2;", text))
+    report = inspected_backward(file, *random_qkv(1, 1, 1, 70, 70, 16, "cpu"), Br=32, Bc=32)
+    assert {(f.what, f.element[:3]) for f in report.findings} == {("race", "dQ[")}
+    assert "use atomics" in report.findings[0].message
+
+
+def test_dQ_must_start_at_0(tmp_path):
+    file = mutated(tmp_path, BACKWARD["recompute"], lambda text: text.replace("dQ[k] = 0.f;", ""))
+    report = inspected_backward(file, *random_qkv(1, 1, 1, 20, 20, 16, "cpu"), Br=32, Bc=32)
+    assert {(f.what, f.element[:3]) for f in report.findings} == {("uninitialised", "dQ[")}
 
 
 def test_row_past_the_end_is_named(tmp_path):

@@ -9,8 +9,9 @@ import torch
 from conftest import random_qkv
 
 import flash
+from jit import registry
 
-STAGES = [s.name for s in flash.stages()]
+STAGES = [s.name for s in flash.stages("fwd")]
 
 
 def qkv(B=1, H=2, H_kv=2, N=16, d=16, dtype=torch.float32, device="cpu"):
@@ -93,8 +94,11 @@ def test_devices_differ():
 
 def test_too_long():
     endless = torch.zeros(8).expand(1, 1, 2**32 + 5, 8)
-    message = r"^k has shape \(1, 1, 4294967301, 8\); the kernels count up to 2\^31 - 1"
-    refused(message, q[:, :1, :, :8], endless, endless)
+    message = r"^k has shape \(1, 1, {}, 8\); the kernels count up to 2\^31 in .*: at most 2\^31 - 1024"
+    for length in (2**32 + 5, 2**31 - 1023):
+        x = endless[:, :, :length]
+        refused(message.format(length), q[:, :1, :, :8], x, x)
+    flash._check_tensors(q[:, :1, :, :8], *[endless[:, :, :2**31 - 1024]] * 2)
 
 
 @pytest.mark.filterwarnings("ignore:Accessing the data pointer of FakeTensor")
@@ -106,26 +110,29 @@ def test_tensors_without_memory():
         flash.attention(*torch.zeros(3, 1, 1, 8, 8))
 
 
-def test_gradients_are_not_lost():
-    x = q.clone().requires_grad_()
-    refused(r"no backward pass yet.*torch.no_grad\(\).*\.detach\(\)", x, k, v, error=RuntimeError)
-
-
 BAD_OPTIONS = {
     "stage": (
         {"stage": "falsh2"},
         r"^stage: there is no stage 'falsh2'; there are naive, .*Did you mean 'flash2'\?",
     ),
     "stage is a file name": ({"stage": "flash2.cuh"}, r"For a file of your own, pass a pathlib.Path"),
-    "stage's file": ({"stage": Path("/none/mine.cuh")}, r"^stage: there is no file /none/mine.cuh"),
+    "stage's file": ({"stage": Path("/none/mine.cuh")}, r"^stage: /none/mine.cuh is no file"),
+    "stage is a folder": ({"stage": Path("/")}, r"^stage: / is no file"),
     "stage's type": ({"stage": 4}, r"^stage must be a name, a pathlib.Path or a Stage, not int"),
-    "scale": ({"scale": float("nan")}, r"^scale must be finite in float32"),
-    "scale of fp32's infinity": ({"scale": 1e39}, r"^scale must be finite in float32"),
-    "scale without end": ({"scale": 10**400}, r"^scale must be a number, not 1000"),
-    "scale's type": ({"scale": "big"}, r"^scale must be a number, not 'big'"),
+    "scale": ({"scale": float("nan")}, r"^scale must be a number from -2\^127 to 2\^127, not nan"),
+    "scale of fp32's infinity": ({"scale": 1e39}, r"^scale must be a number from .*, not 1e\+39"),
+    "scale * log2(e) of fp32's infinity": ({"scale": -2.4e38}, r"^scale must be a number from .*, not -2.4e"),
+    "scale without end": ({"scale": 10**400}, r"^scale must be a number from .*, not 1000"),
+    "scale's type": ({"scale": "big"}, r"^scale must be a number from .*, not 'big'"),
     "causal": ({"causal": "no"}, r"^causal must be True or False, not 'no'"),
+    "causal of two": ({"causal": 2}, r"^causal must be True or False, not 2"),
     "tile True": ({"Br": True}, r"^Br must be an integer from 1 to 1024, not True"),
-    "unknown tile": ({"Bq": 32}, r"^Bq: stage '\w+' has no such argument; its tile sizes are Br, Bc"),
+    **{f"no argument {name}": (
+        {name: value},
+        rf"^{name}: attention\(\) has no such argument; tile sizes are Br, Bc, Br_bwd, Bc_bwd$",
+    ) for name, value in {"Bq": 32, "Brr_bwd": 32, "retrun_lse": True, "stage_bwd": "naive", "q_bwd": 1,
+                          "deterministic_bwd": True, "direction": "fwd", "d": 16, "d_bwd": 16, "rows": 5,
+                          "self": 1, "shared_memory": 64, "tiles": 1}.items()},
     "tile's type": ({"Br": 32.0}, r"^Br must be an integer from 1 to 1024, not 32.0"),
     "tile of zero": ({"Bc": 0}, r"^Bc must be an integer from 1 to 1024, not 0"),
     "tile not a multiple": (
@@ -187,31 +194,37 @@ def test_shared_memory_is_checked_with_both_numbers(stage, monkeypatch):
 def test_header_knows_the_shared_memory(stage, monkeypatch):
     """A header states the bytes that its kernels ask for: past Python's check, CUDA names the number."""
     monkeypatch.setattr(flash, "shared_memory_per_block", lambda device: 10**9)
-    s = {s.name: s for s in flash.stages()}[stage]
-    stated = flash._evaluate(s.shared, d=256, Br=128, Bc=128)
+    s = {s.name: s for s in flash.stages("fwd")}[stage]
+    sizes = ({"Br": Br, "Bc": Bc} for Br in (128, 64) for Bc in (128, 64))
+    tiles = next(t for t in sizes if not s._tile_problem(256, 10**9, t))
+    stated = registry._evaluate(s.shared, d=256, **tiles)
     assert stated > 227 * 1024
     refused(
         f" {stated} bytes of shared memory a block; at most 232448 are possible",
         *qkv(d=256),
         stage=stage,
-        Br=128,
-        Bc=128,
+        **tiles,
         error=RuntimeError,
     )
 
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_default_tiles_shrink_to_fit(stage):
-    """Every d on every GPU since Ampere (99 KB a block at least), up to 192 on a T4 (64 KB).
-
-    The header's own where there is room.
-    """
-    s = {s.name: s for s in flash.stages()}[stage]
+    """The header's own where there is room: on an H100, 227 KB a block. Smaller ones on a T4 (64 KB) up to
+    d = 128, and on every GPU since Ampere (99 KB at least) up to 248."""
+    s = {s.name: s for s in flash.stages("fwd")}[stage]
     for d in range(8, 257, 8):
         assert s.tiles(d, 227 * 1024) == s.default_tiles(d)
-        for shared_memory in (99 * 1024, 64 * 1024 if d <= 192 else 99 * 1024):
-            tiles = s.tiles(d, shared_memory)
-            assert flash._evaluate(s.shared, d=d, **tiles) <= shared_memory
+    for shared_memory, most in ((64 * 1024, 128), (99 * 1024, 248)):
+        for d in range(8, most + 1, 8):
+            assert registry._evaluate(s.shared, d=d, **s.tiles(d, shared_memory)) <= shared_memory
+
+
+@pytest.mark.parametrize("direction", ["fwd", "bwd"])
+def test_some_stage_fits(direction):
+    """Any d on any GPU: what attention() takes without a name."""
+    for d in range(8, 257, 8):
+        assert any(s.fits(d, 48 * 1024) for s in flash.stages(direction))
 
 
 def test_no_tiles_fit():
@@ -219,12 +232,12 @@ def test_no_tiles_fit():
         ValueError,
         match=r"needs \d+ bytes .* has 65536; no tile sizes fit: take a smaller d or another stage",
     ):
-        {s.name: s for s in flash.stages()}["flash2"].tiles(256, 64 * 1024)
+        {s.name: s for s in flash.stages("fwd")}["flash2"].tiles(256, 64 * 1024)
 
 
 # ------------------------------------------------------------------------------------------ stages
 def test_registry():
-    fwd = flash.stages()
+    fwd = flash.stages("fwd")
     assert [s.name for s in fwd[:4]] == ["naive", "tiled", "online_softmax", "flash2"]
     assert [s.number for s in fwd] == list(range(1, len(fwd) + 1))
     for s in fwd:
@@ -234,7 +247,7 @@ def test_registry():
 
 
 def test_available_says_why_not(monkeypatch):
-    stage = flash.stages()[0]
+    stage = flash.stages("fwd")[0]
     assert stage.available("cpu") and str(stage.available("cpu")) == "yes"
     assert not stage.available("meta") and "not on meta" in str(stage.available("meta"))
     monkeypatch.setenv("CXX", "no-such-compiler")
@@ -253,7 +266,7 @@ def test_available_says_why_not(monkeypatch):
 def test_available_compares_compute_capabilities(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (8, 6))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: "a GPU")
-    monkeypatch.setattr(flash, "find_nvcc", lambda cuda: Path("nvcc"))
+    monkeypatch.setattr(registry, "find_nvcc", lambda cuda: Path("nvcc"))
     for needs, runs in {
         "any GPU": True,
         "sm_75": True,
@@ -291,25 +304,29 @@ def test_a_header_that_makes_no_sense_is_an_error(tmp_path):
 
 def test_numpys_numbers_will_do(monkeypatch):
     """Sizes and scales come out of NumPy often."""
-    stage = {s.name: s for s in flash.stages()}["flash2"]
+    stage = {s.name: s for s in flash.stages("fwd")}["flash2"]
     assert stage.tiles(64, 65536, Br=numpy.int64(32), Bc=numpy.int32(32)) == {"Br": 32, "Bc": 32}
+    with pytest.raises(ValueError, match="^Bq: stage 'flash2' has no such argument; .* are Br and Bc"):
+        stage.tiles(64, 65536, Bq=True)
     monkeypatch.setattr(flash, "_library", lambda *_: pytest.fail("reached"))
-    with pytest.raises(pytest.fail.Exception, match="reached"):
-        flash.attention(q, k, v, scale=numpy.float32(0.1))
+    for leaf in (q, q.clone().requires_grad_()):
+        with pytest.raises(pytest.fail.Exception, match="reached"):
+            flash.attention(leaf, k, v, causal=numpy.True_, scale=numpy.float32(0.1),
+                            deterministic=numpy.False_)
 
 
 def test_two_stages_of_one_name(monkeypatch, tmp_path):
     for number in (1, 2):
         (tmp_path / f"fwd_0{number}_mine.cuh").write_text(f"// Forward stage {number}: mine\n")
-    monkeypatch.setattr(flash, "STAGES", tmp_path)
+    monkeypatch.setattr(registry, "STAGES", tmp_path)
     with pytest.raises(ValueError, match="fwd_02_mine.cuh and fwd_01_mine.cuh are both called 'mine'"):
-        flash.stages()
+        flash.stages("fwd")
 
 
 def test_a_file_of_ones_own_has_its_own_name(tmp_path):
     """Also when it is a copy, header and all."""
     mine = tmp_path / "mine.cuh"
-    mine.write_text(flash.stages()[-1].path.read_text())
+    mine.write_text(flash.stages("fwd")[-1].path.read_text())
     assert flash.read_stage(mine).name == "mine"
 
 

@@ -5,12 +5,13 @@ import random
 
 import pytest
 import torch
-from conftest import check, max_error, poisoned, qkv_with_gaps, random_qkv, reference
+from conftest import check, max_error, poisoned, qkv_with_gaps, random_qkv, reference, tile_sizes
 
 import flash
 
-STAGES = [s.name for s in flash.stages()]
-DETERMINISTIC = [s.name for s in flash.stages() if s.deterministic]
+BY_NAME = {s.name: s for s in flash.stages("fwd")}
+STAGES = list(BY_NAME)
+DETERMINISTIC = [s.name for s in flash.stages("fwd") if s.deterministic]
 
 # B, H, H_kv, N_q, N_k, d, mask; N around and between the multiples of the tiles. "bottom": the last query
 # sees the last key (attention's causal); "top": query i sees key j <= i (scaled_dot_product_attention's).
@@ -35,7 +36,7 @@ def run(stage, q, k, v, mask=None, **options):
     """(o, L, diagonal) with outputs that start as NaN."""
     with poisoned():
         if mask == "top":
-            o, lse = flash._forward(q, k, v, 0, options.get("scale"), stage, {})
+            o, lse = flash._forward(q, k, v, 0, options.get("scale"), *flash._choose(stage, q))
             return o, lse, 0
         o, lse = flash.attention(q, k, v, causal=mask == "bottom", stage=stage, return_lse=True, **options)
     return o, lse, k.shape[2] - q.shape[2] if mask else None
@@ -62,6 +63,19 @@ def test_grid(stage, case, device):
     check(o, lse, q, k, v, diagonal)
     unseen = reference(q, k, v, diagonal)[1] == -torch.inf
     assert (o[unseen] == 0).all() and (lse[unseen] == -torch.inf).all()
+
+
+LARGE_CALLS = [(s.name, case) for s in flash.stages("fwd") for case in GRID
+               if s.default_tiles(case[5]) != s.default_tiles(case[5], rows=1)]
+
+
+@pytest.mark.parametrize("stage, case", LARGE_CALLS, ids=str)
+def test_grid_with_the_tiles_of_large_calls(stage, case, device):
+    """Where these differ from the tiles of calls as small as those of the grid."""
+    *shape, mask = case
+    q, k, v = random_qkv(*shape, device)
+    o, lse, diagonal = run(stage, q, k, v, mask, **BY_NAME[stage].default_tiles(shape[5]))
+    check(o, lse, q, k, v, diagonal)
 
 
 @pytest.mark.parametrize("stage", STAGES)
@@ -117,7 +131,7 @@ def test_every_tensor_has_its_own_strides(stage, device):
 def test_many_heads(stage, device):
     """B * H above 65535, the limit of a grid's y and z. Small tiles, as the simulator runs every thread."""
     q, k, v = random_qkv(65536, 1, 1, 1, 2, 8, device)
-    o, lse, _ = run(stage, q, k, v, Br=8, Bc=32)
+    o, lse, _ = run(stage, q, k, v, **tile_sizes(BY_NAME[stage], 8)[0])
     check(o, lse, q, k, v)
 
 
@@ -167,9 +181,8 @@ def test_bit_identical_every_run(stage, device, monkeypatch):
 def test_tile_sizes(stage, device):
     """Other tiles, the same result."""
     q, k, v = random_qkv(1, 2, 1, 75, 90, 64, device)
-    sizes = {"naive": [(4, 64), (32, 8)]}.get(stage, [(8, 32), (16, 64), (32, 96)])
-    for Br, Bc in sizes:
-        o, lse, diagonal = run(stage, q, k, v, "bottom", Br=Br, Bc=Bc)
+    for tiles in tile_sizes(BY_NAME[stage], 64):
+        o, lse, diagonal = run(stage, q, k, v, "bottom", **tiles)
         check(o, lse, q, k, v, diagonal)
 
 
@@ -186,7 +199,7 @@ def test_scaled_dot_product_attention_is_pytorchs(device):
 
 def test_stage_none_takes_the_best(device):
     q, k, v = random_qkv(1, 1, 1, 20, 20, 16, device)
-    best = [s.name for s in flash.stages() if s.available(device)][-1]
+    best = [s.name for s in flash.stages("fwd") if s.available(device)][-1]
     assert torch.equal(flash.attention(q, k, v), flash.attention(q, k, v, stage=best))
 
 

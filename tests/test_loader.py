@@ -1,6 +1,7 @@
 """Builds: after an edit, after an interruption, from two processes at once, with and without compilers."""
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -12,6 +13,9 @@ import torch
 from conftest import check, random_qkv
 
 import flash
+import jit.nvcc
+import simulator
+from jit import loader
 
 ROOT = flash.ROOT
 FLASH2 = flash.STAGES / "fwd_04_flash2.cuh"
@@ -20,11 +24,11 @@ FLASH2 = flash.STAGES / "fwd_04_flash2.cuh"
 @pytest.fixture
 def own_build_folder(tmp_path, monkeypatch):
     """An empty build folder, but for the simulator's run-time library, which takes seconds to build."""
-    built = flash._build_simulator()
+    built = flash.build_simulator()
     folder = tmp_path / "build"
     folder.mkdir()
     (folder / built.parent.name).symlink_to(built.parent)
-    monkeypatch.setattr(flash, "BUILD", folder)
+    monkeypatch.setattr(loader, "BUILD", folder)
     monkeypatch.setattr(flash, "_libraries", {})
     return folder
 
@@ -99,7 +103,7 @@ def test_compile_errors_name_the_line_and_do_not_stick(mine, device):
         with pytest.raises(RuntimeError) as caught:
             flash.attention(q, k, v, stage=mine)
         assert f"{mine}:{line}" in str(caught.value) or f"{mine}({line})" in str(caught.value)
-        assert "exqf" in str(caught.value)
+        assert "exqf" in str(caught.value) and "ninja" not in str(caught.value)
     mine.write_text(good)
     flash.attention(q, k, v, stage=mine)
 
@@ -167,22 +171,44 @@ def test_paths_with_spaces_and_quotes(tmp_path, mine):
 
 def test_a_build_folder_that_cannot_be_written(monkeypatch, tmp_path):
     (tmp_path / "file").touch()
-    monkeypatch.setattr(flash, "BUILD", tmp_path / "file")
+    monkeypatch.setattr(loader, "BUILD", tmp_path / "file")
     monkeypatch.setattr(flash, "_libraries", {})
     with pytest.raises(RuntimeError, match="cannot write to the build folder .*: set FLASH_BUILD_DIR"):
         flash.attention(*random_qkv(1, 1, 1, 10, 10, 16, "cpu"))
 
 
-def test_params_must_not_drift(monkeypatch):
-    """FwdParams stands in flash_fwd.cu and in flash.py; a field in only one would shift all others."""
+@pytest.mark.parametrize("direction", ["fwd", "bwd"])
+def test_params_must_not_drift(direction, monkeypatch):
+    """The parameters stand in flash_fwd.cu or flash_bwd.cu, and in flash.py; a field in only one would shift
+    all others."""
 
-    class Longer(flash._FwdParams):
+    class Longer(flash._PARAMS[direction]):
         _fields_ = [("extra", flash.ctypes.c_double)]
 
-    monkeypatch.setattr(flash, "_FwdParams", Longer)
+    monkeypatch.setitem(flash._PARAMS, direction, Longer)
     monkeypatch.setattr(flash, "_libraries", {})
-    with pytest.raises(RuntimeError, match="FwdParams in flash_fwd.cu and _FwdParams in flash.py differ"):
-        flash.attention(*random_qkv(1, 1, 1, 10, 10, 16, "cpu"))
+    name = f"{direction.capitalize()}Params"
+    with pytest.raises(RuntimeError, match=f"{name} in flash_{direction}.cu and _{name} in flash.py differ"):
+        q, k, v = random_qkv(1, 1, 1, 10, 10, 16, "cpu")
+        flash.attention(q.requires_grad_(), k, v).sum().backward()
+
+
+def test_the_compiler_is_looked_for_once(monkeypatch, tmp_path):
+    """On each PATH; one that was not found is looked for again."""
+    looked = []
+    monkeypatch.setattr(simulator, "_found", set())
+    which = shutil.which
+    monkeypatch.setattr(simulator.shutil, "which", lambda name: looked.append(name) or which(name))
+    monkeypatch.setenv("CXX", "my-g++")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    for _ in range(2):
+        assert "`my-g++` is not on the PATH" in simulator.missing_compiler()
+    (tmp_path / "my-g++").touch(0o755)
+    for _ in range(3):
+        assert simulator.missing_compiler() is None
+    assert looked == ["my-g++"] * 3
+    monkeypatch.setenv("PATH", str(tmp_path / "elsewhere"))
+    assert "`my-g++` is not on the PATH" in simulator.missing_compiler()
 
 
 # ------------------------------------------------------------------------------------------ nvcc
@@ -195,13 +221,13 @@ def nvccs(tmp_path, monkeypatch):
         nvcc.parent.mkdir(parents=True)
         nvcc.write_text(f"#!/bin/sh\necho 'Cuda compilation tools, release {version}, V{version}.1'\n")
         nvcc.chmod(0o755)
-        flash._find_nvcc.cache_clear()
+        jit.nvcc._find_nvcc.cache_clear()
         return nvcc
 
     monkeypatch.setenv("CUDA_HOME", str(tmp_path / "home"))
     monkeypatch.setenv("PATH", str(tmp_path / "path/bin"))
     monkeypatch.setattr(sys, "path", [str(tmp_path / "site")])
-    monkeypatch.setattr(flash, "SYSTEM_CUDA", tmp_path / "system")
+    monkeypatch.setattr(jit.nvcc, "SYSTEM_CUDA", tmp_path / "system")
     return put
 
 
@@ -233,15 +259,15 @@ def test_no_nvcc_says_what_to_do(nvccs):
 
 def test_wheels_without_a_linkable_cudart(tmp_path, monkeypatch):
     """NVIDIA's wheels have libcudart.so.13 only: a link is made in the build folder, unless there is one."""
-    monkeypatch.setattr(flash, "BUILD", tmp_path / "build")
+    monkeypatch.setattr(loader, "BUILD", tmp_path / "build")
     with pytest.raises(RuntimeError, match="no libcudart.so under .*: install the CUDA runtime"):
-        flash._linkable_cudart(tmp_path)
+        loader._linkable_cudart(tmp_path)
     (tmp_path / "lib").mkdir()
     (tmp_path / "lib/libcudart.so.13").touch()
     for _ in range(2):
-        link = flash._linkable_cudart(tmp_path) / "libcudart.so"
+        link = loader._linkable_cudart(tmp_path) / "libcudart.so"
         assert link.resolve() == tmp_path / "lib/libcudart.so.13"
     (tmp_path / "lib/libcudart.so.13").rename(tmp_path / "lib/libcudart.so.14")  # an upgrade
-    assert (flash._linkable_cudart(tmp_path) / "libcudart.so").resolve() == tmp_path / "lib/libcudart.so.14"
+    assert (loader._linkable_cudart(tmp_path) / "libcudart.so").resolve() == tmp_path / "lib/libcudart.so.14"
     (tmp_path / "lib/libcudart.so").touch()
-    assert flash._linkable_cudart(tmp_path) == tmp_path / "lib"
+    assert loader._linkable_cudart(tmp_path) == tmp_path / "lib"

@@ -6,11 +6,28 @@ Barriers that are missing: only some of them show in a result here; test_checker
 import re
 
 import pytest
-from conftest import check, poisoned, qkv_with_gaps, random_qkv
+import torch
+from conftest import (
+    check,
+    check_gradients,
+    poisoned,
+    qkv_with_gaps,
+    random_gradients,
+    random_qkv,
+    reference,
+    with_gaps,
+)
 
 import flash
 
-BY_NAME = {s.name: s for s in flash.stages()}
+BY_NAME = {s.name: s for s in flash.stages("fwd")}
+BACKWARD = {s.name: s for s in flash.stages("bwd")}
+STAGES = flash.stages()
+
+
+def name_of(stage):
+    return f"{stage.direction}-{stage.name}"
+
 
 # stage, what, pattern, replacement
 MUTANTS = [
@@ -52,46 +69,164 @@ MUTANTS = [
     ("online_softmax", "workspace of half the size", r"return 2 \* sizeof", "return sizeof"),
     ("flash2", "O past its end", r"if \(row >= p.N_q\) continue;", ""),
     ("flash2", "O past its row", r"if \(k < d\) O", "O"),
+    ("vectorized", "the mask off by one", r"col <= row \+ p.diagonal", "col < row + p.diagonal"),
+    ("vectorized", "the mask from the wrong corner", r"col <= row \+ p.diagonal", "col <= row"),
+    ("vectorized", "scale missing", r"p.scale \* LOG2_E", "LOG2_E"),
+    ("vectorized", "the wrong key head", r"h / \(p.H / p.H_kv\)", "h % p.H_kv"),
+    ("vectorized", "L without the maximum", r"m\[r\] \+ log2f", "log2f"),
+    ("vectorized", "L as a power of 2", r"LN_2 \* ", ""),
+    ("vectorized", "a row that sees no key", r"== -INFINITY \? 0.f : ", "== -INFINITY ? -INFINITY : "),
+    ("vectorized", "0 / 0 for such a row", r"l\[r\] == 0.f", "false"),
+    ("vectorized", "keys past the end", r"col < p.N_k && \(", "("),
+    ("vectorized", "the erratum: diag(...)^-1", r"O_reg\[r\]\[c\] \*= alpha", "O_reg[r][c] /= alpha"),
+    ("vectorized", "output not rescaled", r"O_reg\[r\]\[c\] \*= alpha", "O_reg[r][c] *= 1.f"),
+    ("vectorized", "sum not rescaled", r"l\[r\] \*= alpha;", ""),
+    ("vectorized", "causal: a tile too few", r"\(i \+ 1\) \* Br \+ p.diagonal", "i * Br + p.diagonal"),
+    ("vectorized", "a masked tile taken for a whole one", r"\(j \+ 1\) \* Bc - 1 > i", "j * Bc > i"),
+    ("vectorized", "maximum of the lane, not of the row", r"m_new = max_of_8\(m_new\);", ""),
+    ("vectorized", "sum of the lane, not of the row", r"l\[r\] = sum_of_8\(l\[r\]\);", ""),
+    ("vectorized", "V in another order than P", r"col = 4 \* x \+ y % 4 \+ y / 4 \* 32", "col = 8 * y + x"),
+    ("vectorized", "P swapped, and not swapped back", r"16, P_swap\(x\)\)", "16)"),
+    ("vectorized", "the next tile of K too early", r"\(j \+ 1\) \* Bc\);", "(j + 2) * Bc);"),
+    ("vectorized", "O past its end", r"if \(row >= p.N_q\) continue;", ""),
+    ("vectorized", "O past its row", r"if \(k >= d\) continue;", ""),
+]
+BACKWARD_MUTANTS = [
+    *(
+        (stage, what, pattern, replacement)
+        for stage in ("naive", "recompute")
+        for what, pattern, replacement in [
+            ("dO with the rows of Q", r"p\.dO\.stride_n", "p.Q.stride_n"),
+            ("the mask off by one", r"col <= row \+ p\.diagonal", "col < row + p.diagonal"),
+            ("D omitted", r" - D(_row)?\)", ")"),
+            ("scale missing on dK", r"p\.scale \* (dk;|dK_reg)", r"\1"),
+            ("scale missing on dQ", r"p\.scale \* (dq;|dQ_reg)", r"\1"),
+            ("dL ignored", r"p\.dL\[\w+\]", "0.f"),
+            ("the wrong heads of Q", r"h = h_kv \* group; h < .* h\+\+", "h = h_kv; h < p.H; h += p.H_kv"),
+        ]
+    ),
+    ("naive", "a row that sees no key", r"== -INFINITY \? 0\.f : ", "== -INFINITY ? -INFINITY : "),
+    ("naive", "a row too few", r"row < p\.N_q; row\+\+\) \{", "row < p.N_q - 1; row++) {"),
+    ("naive", "dQ past its end", r"row >= p\.N_q \|\| k >= d", "k >= d"),
+    ("naive", "workspace too small", r"p\.N_q \* p\.N_k;", "p.N_q * p.N_k - 1024;"),
+    ("recompute", "dQ with the rows of dO", r"p\.dQ\.stride_n", "p.dO.stride_n"),
+    ("recompute", "a head of the group missed", r"(h < \(h_kv \+ 1\) \* group);", r"\1 - 1;"),
+    ("recompute", "V with the rows of K", r"p\.V\.stride_n", "p.K.stride_n"),
+    ("recompute", "scale missing in S", r"expf\(p\.scale \* ", "expf("),
+    ("recompute", "dL with the wrong sign", r"sum -= p\.dL", "sum += p.dL"),
+    ("recompute", "O with the rows of dO", r"p\.O\.stride_n", "p.dO.stride_n"),
+    ("recompute", "dL of a row that sees no key", r"p\.L\[at\] == -INFINITY \? 0\.f : sum", "sum"),
+    ("recompute", "dQ not set to 0", r"dQ\[k\] = 0\.f;", ""),
+    ("recompute", "workspace too small", r"p\.B \* p\.H \* p\.N_q; \}", "p.B * p.N_q; }"),
+    ("recompute", "keys past the end", r"col < p\.N_k && \(", "("),
+    ("recompute", "L of the wrong head", r"p\.L\[first_row \+ row\]", "p.L[row]"),
+    ("recompute", "L of the wrong row", r"p\.L\[first_row \+ row\]", "p.L[first_row + warp * rows + r]"),
+    ("recompute", "causal: a tile of Q too few", r"(max\(j \* Bc - p\.diagonal, 0\) / Br)", r"\1 + 1"),
+    ("recompute", "P not transposed", r" P_smem\[row \* Bc \+ (.*?)\]", r" P_smem[(\1) * Bc + row]"),
+    ("recompute", "Q in the place of dO", r"\* gradient;", "* query;"),
+    ("recompute", "dQ of one block alone", r"atomicAdd\((dQ .*?), (.*)\);", r"*(\1) = \2;"),
+    ("recompute", "dK past its end", r"if \(col >= p\.N_k\) continue;", ""),
+    *(
+        ("deterministic", f"{what}, for dQ", rf"(?s)(.*){pattern}", rf"\1{replacement}")  # the last one
+        for what, pattern, replacement in [
+            ("dO with the rows of Q", r"p\.dO\.stride_n", "p.Q.stride_n"),
+            ("K with the rows of V", r"p\.K\.stride_n", "p.V.stride_n"),
+            ("dQ with the rows of dO", r"p\.dQ\.stride_n", "p.dO.stride_n"),
+            ("the mask off by one", r"col <= row \+ p\.diagonal", "col < row + p.diagonal"),
+            ("the wrong key head", r"h / \(p\.H / p\.H_kv\)", "h % p.H_kv"),
+            ("D omitted", r" - D_row\)", ")"),
+            ("keys past the end", r"col < p\.N_k && \(", "("),
+            ("causal: a tile of keys too few", r"\(i \+ 1\) \* Br \+ p\.diagonal", "i * Br + p.diagonal"),
+            ("past its end", r"if \(row >= p\.N_q\) continue;", ""),
+            ("past its row", r"if \(k < d\) dQ", "dQ"),
+        ]
+    ),
+    *(
+        ("vectorized", what, pattern, replacement)
+        for what, pattern, replacement in [
+            ("dV with the rows of dK", r"p\.dV\.stride_n", "p.dK.stride_n"),
+            ("the mask off by one", r"col <= row \+ p\.diagonal", "col < row + p.diagonal"),
+            ("a tile on the diagonal not masked", r"\(j \+ 1\) \* Bc - 1 > i \* Br", "j * Bc > i * Br"),
+            ("a ragged tile not masked", r"\(j \+ 1\) \* Bc > p\.N_k", "false"),
+            ("D omitted", r" - D_row\[r\]", ""),
+            ("P to the base 2", r"LOG2_E \* \(", "("),
+            ("L of the wrong head", r"\(\(int64_t\)b \* p\.H \+ h\) \* p\.N_q \+ row;", "row;"),
+            ("the next head too late", r"next_h\+\+", "next_h += 0"),
+            ("K not swapped", r"row % 4 \* 8", "0"),
+            ("dK past its end", r"if \(col >= p\.N_k\) continue;", ""),
+        ]
+    ),
 ]
 CASES = [
     (1, 2, 1, 70, 75, 24, "bottom"),
     (1, 4, 2, 100, 40, 24, "bottom"),
     (1, 2, 2, 45, 70, 24, "top"),
-    (1, 1, 1, 40, 77, 24, None),
+    (1, 1, 1, 64, 77, 24, None),
 ]
+
+
+def check_forward(path, q, k, v, diagonal) -> None:
+    with poisoned():
+        o, lse = flash._forward(q, k, v, diagonal, None, *flash._choose(path, q))
+    check(o, lse, q, k, v, diagonal)
+
+
+def check_backward(path, q, k, v, diagonal) -> None:
+    """From dO with gaps, and a dL that is infinite where L is."""
+    o, lse = (x.float() for x in reference(q.double(), k.double(), v.double(), diagonal))
+    do, dlse = random_gradients(q)
+    dlse[lse == -torch.inf] = -torch.inf
+    with poisoned():
+        gradients = flash._backward(q, k, v, o, lse, with_gaps(do, 4), dlse, diagonal, None,
+                                    *flash._choose(path, q, "bwd"), False)
+    check_gradients(gradients, q, k, v, do, diagonal, None, dlse)
+
+
+def tensors_of(direction: str) -> list:
+    """The arguments of check_forward and check_backward: q, k, v, diagonal."""
+    cases = [(*random_qkv(*shape, "cpu"), {None: None, "top": 0, "bottom": shape[4] - shape[3]}[mask])
+             for *shape, mask in CASES]
+    q, k, v, diagonal = qkv_with_gaps("cpu")
+    if direction == "bwd":
+        k = k.transpose(1, 2).contiguous().transpose(1, 2)  # so that dK is laid out otherwise than dV
+        a, b, c, _ = cases[-1]
+        cases.append((a + 5, b - 5, c, None))  # L below -88: a key past the end, a score of 0, is infinite
+    return [(q, k, v, diagonal), *cases]
 
 
 def survives(path, seeds=("",)) -> bool:
     """Whether a stage passes all cases, under the default schedule ("") and random ones."""
+    direction = flash.read_stage(path).direction
+    check_one = {"fwd": check_forward, "bwd": check_backward}[direction]
     for seed in seeds:
         with pytest.MonkeyPatch.context() as patch:
             if seed:
                 patch.setenv("FLASH_SIM_SEED", seed)
-            cases = [(*random_qkv(*shape, "cpu"), {None: None, "top": 0, "bottom": shape[4] - shape[3]}[mask])
-                     for *shape, mask in CASES]
-            for q, k, v, diagonal in [*cases, qkv_with_gaps("cpu")]:
+            for tensors in tensors_of(direction):
                 try:
-                    with poisoned():
-                        o, lse = flash._forward(q, k, v, diagonal, None, path, {})
-                    check(o, lse, q, k, v, diagonal)
+                    check_one(path, *tensors)
                 except (AssertionError, RuntimeError) as error:
                     assert "building" not in str(error), error
                     return False
     return True
 
 
-@pytest.mark.parametrize("stage", BY_NAME)
+@pytest.mark.parametrize("stage", STAGES, ids=name_of)
 def test_without_a_mutation(stage):
-    assert survives(BY_NAME[stage].path, ("", "1"))
+    assert survives(stage.path, ("", "1"))
+
+
+ALL_MUTANTS = [*((BY_NAME[stage], *rest) for stage, *rest in MUTANTS),
+               *((BACKWARD[stage], *rest) for stage, *rest in BACKWARD_MUTANTS)]
 
 
 @pytest.mark.parametrize(
-    "stage, what, pattern, replacement", MUTANTS, ids=[f"{m[0]}-{m[1]}" for m in MUTANTS]
+    "stage, what, pattern, replacement", ALL_MUTANTS, ids=[f"{name_of(m[0])}-{m[1]}" for m in ALL_MUTANTS]
 )
 def test_mutant_is_caught(stage, what, pattern, replacement, tmp_path):
-    text, count = re.subn(pattern, replacement, BY_NAME[stage].path.read_text())
+    text, count = re.subn(pattern, replacement, stage.path.read_text())
     assert count, f"{pattern} is not in {stage} any more"
-    mutant = tmp_path / f"{stage}.cuh"
+    mutant = tmp_path / f"{stage.name}.cuh"
     mutant.write_text(text)
     assert not survives(mutant), what
 

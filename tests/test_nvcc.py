@@ -6,50 +6,67 @@ import subprocess
 import pytest
 
 import flash
+from jit import loader
 
 try:
     NVCC, WHY_NOT = flash.find_nvcc(), ""
 except RuntimeError as error:
     NVCC, WHY_NOT = None, str(error)
 
-ARCHITECTURES = ["sm_75", "sm_80", "sm_90a"]
+SHARED_MEMORY = {"sm_75": 64 * 1024, "sm_80": 163 * 1024, "sm_90a": 227 * 1024}     # of a block
+FAST = ["vectorized"]
+VARIANTS = [(s, asked) for s in flash.stages() for asked in (False, True)[:1 + s.deterministic_on_request]]
 
 
 def compile_stage(stage: flash.Stage, architecture: str, d: int, causal: bool, folder,
-                  output=("-cubin",), **tiles) -> str:
+                  output=("-cubin",), deterministic=False, **tiles) -> str:
     """What nvcc and ptxas print. Fails on errors. Writes stage.out: by default the GPU code alone."""
     tiles = stage.default_tiles(d) | tiles
-    macros = flash.definitions(stage, stage.dtypes[0], d, causal, tiles) | {"STAGE_FILE": f'"{stage.path}"'}
+    macros = flash.definitions(stage, stage.dtypes[0], d, causal, tiles, deterministic)
+    macros["STAGE_FILE"] = f'"{stage.path}"'
     code = f"-gencode=arch={architecture.replace('sm', 'compute')},code={architecture}"
     done = subprocess.run(
         [NVCC, *output, "-std=c++17", "-O3", code, f"-I{flash.ROOT}", f"-I{flash.STAGES}",
          "-Xptxas", "-v,-warn-spills", *(f"-D{macro}={value}" for macro, value in macros.items()),
-         "-o", folder / "stage.out", flash.ROOT / "flash_fwd.cu"], capture_output=True, text=True)
+         "-o", folder / "stage.out", flash.ROOT / f"flash_{stage.direction}.cu"],
+        capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return done.stdout + done.stderr
 
 
 @pytest.mark.skipif(NVCC is None, reason=WHY_NOT)
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
-@pytest.mark.parametrize("stage", flash.stages(), ids=lambda s: s.name)
-def test_compiles_without_spills(stage, architecture, tmp_path):
-    """No warning; every array in registers: no stack frame, no spilled byte."""
-    for d, causal in [(64, True), (128, False), (256, True)]:
-        report = compile_stage(stage, architecture, d, causal, tmp_path)
-        assert "warning" not in report, report
-        frames = re.findall(
-            r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", report
-        )
-        assert frames and set(frames) == {("0", "0", "0")}, f"d={d}, causal={causal}: {report}"
+@pytest.mark.parametrize("architecture", SHARED_MEMORY)
+@pytest.mark.parametrize("stage, deterministic", VARIANTS,
+                         ids=[s.path.stem + "-deterministic" * asked for s, asked in VARIANTS])
+def test_compiles_without_spills(stage, deterministic, architecture, tmp_path):
+    """No warning; every array in registers: no stack frame, no spilled byte. Of the fast stages, with the
+    tiles that small and large calls get there."""
+    cases = [(64, True), (128, False), (256, True)]
+    for d, causal in cases + [(64, False), (128, True)] * (stage.name in FAST):
+        if stage.name not in FAST:
+            chosen = [stage.default_tiles(d)] * 2
+        elif stage.fits(d, SHARED_MEMORY[architecture]):
+            chosen = [stage.tiles(d, SHARED_MEMORY[architecture], rows) for rows in (1, 1 << 20)]
+        else:
+            assert d > 64
+            continue
+        for tiles in chosen[chosen[0] == chosen[1]:]:
+            report = compile_stage(stage, architecture, d, causal, tmp_path, deterministic=deterministic,
+                                   **tiles)
+            assert "warning" not in report, report
+            frames = re.findall(
+                r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", report
+            )
+            assert frames and set(frames) == {("0", "0", "0")}, f"d={d}, causal={causal}, {tiles}: {report}"
 
 
 @pytest.mark.skipif(NVCC is None, reason=WHY_NOT)
 def test_links_with_the_cuda_runtime(tmp_path, monkeypatch):
     """By g++, as load() does; also where libcudart has the versioned name alone, as in NVIDIA's wheels."""
-    monkeypatch.setattr(flash, "BUILD", tmp_path)
-    compile_stage(flash.stages()[0], "sm_80", 64, True, tmp_path, output=("-c", "-Xcompiler", "-fPIC"))
+    monkeypatch.setattr(loader, "BUILD", tmp_path)
+    compile_stage(flash.stages("fwd")[0], "sm_80", 64, True, tmp_path, output=("-c", "-Xcompiler", "-fPIC"))
     (tmp_path / "stage.out").rename(tmp_path / "stage.o")
-    lib = flash._linkable_cudart(NVCC.parent.parent)
+    lib = loader._linkable_cudart(NVCC.parent.parent)
     done = subprocess.run(["g++", "-shared", "-Wl,--no-undefined", tmp_path / "stage.o", f"-L{lib}",
                            "-lcudart", "-o", tmp_path / "stage.so"], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
@@ -58,6 +75,6 @@ def test_links_with_the_cuda_runtime(tmp_path, monkeypatch):
 @pytest.mark.skipif(NVCC is None, reason=WHY_NOT)
 def test_the_check_sees_spills(tmp_path):
     """A tile that no register file holds spills, and the report says so."""
-    stage = {s.name: s for s in flash.stages()}["flash2"]
+    stage = {s.name: s for s in flash.stages("fwd")}["flash2"]
     report = compile_stage(stage, "sm_80", 256, True, tmp_path, Br=128)
     assert re.search(r"[1-9]\d* bytes spill stores", report)

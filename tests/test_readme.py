@@ -1,21 +1,162 @@
 """README.md: its ladder is the registry's, its results are those in results/, its links lead somewhere."""
 
+import json
 import re
-import runpy
 import subprocess
+import sys
 
 import pytest
 import test_nvcc
 
 import flash
 
+sys.path.insert(0, str(flash.ROOT / "results"))
+import ncu  # noqa: E402
+import readme  # noqa: E402
+
 README = flash.ROOT / "README.md"
 
 
 def test_made_parts_are_up_to_date():
     """Else: make readme."""
-    readme = runpy.run_path(str(flash.ROOT / "results/readme.py"))
-    assert README.read_text() == readme["updated"](README.read_text())
+    assert README.read_text() == readme.updated(README.read_text())
+
+
+def result(direction, device="a GPU", ms=8.0, mib=100, **math):
+    """A result of bench.py: two stages, and PyTorch, the values of which may be given."""
+    row = {"kind": "stage", "status": "ok", "message": "", "tflops": 1.0, "error": 1e-6, "scratch_bytes": 9}
+    rows = []
+    for N in (512, 1024, 2048, 4096):
+        for name, label, faster, size in [("naive", "naive", 0.5, 200), ("fast", "some + fast", 4, mib // 10),
+                                          ("math", "PyTorch math", 1, mib)]:
+            rows.append(row | {"N": N, "name": name, "label": label, "median_ms": ms * N / 1024 / faster,
+                               "peak_bytes": size * 2**20})
+        rows[-1] |= {"kind": "peer"} | math
+    return {"date": "2030-01-02T03:04:05", "device": device, "note": "", "results": rows,
+            "ceiling": {"what": "a product", "tflops": 9.0}, "edit_to_result_s": 1.0,
+            "arguments": {"pass": direction, "forward": ["the best one"]},
+            "shape": {"B": 4, "H": 12, "H_kv": 12, "d": 64, "causal": True, "dtype": "fp32"}}
+
+
+@pytest.fixture
+def results(tmp_path, monkeypatch):
+    """results(data, ...): readme.py finds these, and no others, in results/h200."""
+    monkeypatch.setattr(readme, "RESULTS", tmp_path)
+    (tmp_path / "h200").mkdir()
+
+    def results(*data):
+        for one in data:
+            name = {"fwd": "fwd", "bwd": "bwd", "fwd+bwd": "fwd_bwd"}[one["arguments"]["pass"]]
+            (tmp_path / "h200" / f"bench_{name}.json").write_text(json.dumps(one))
+
+    return results
+
+
+def test_long_context(results):
+    """The fastest stage beside PyTorch's math, for each pass and N; it says where the latter does not fit."""
+    failed = {"status": "out of memory", "median_ms": None, "peak_bytes": None}
+    results(result("fwd"), result("bwd", ms=20.0, mib=3000), result("fwd+bwd", **failed))
+    lines = readme.long().splitlines()
+    assert len(lines) == 2 + 9 + 2 and len({line.count("|") for line in lines[:-2]}) == 1
+    assert lines[2] == "| forward | 1024 | 8.00 | some + fast: 2.00 | 4.00 | 100 MiB | 10.0 MiB | 10.0 |"
+    assert lines[7] == "| backward | 4096 | 80.0 | some + fast: 20.0 | 4.00 | 2.93 GiB | 300 MiB | 10.0 |"
+    assert lines[8] == ("| forward and backward | 1024 | out of memory | some + fast: 2.00 | - | - "
+                        "| 10.0 MiB | - |")
+    assert lines[-1].startswith("B=4 H=12 d=64 fp32 causal; a GPU. ") and "2030-01-02" in lines[-1]
+    results(result("bwd", device="another"))
+    with pytest.raises(ValueError, match="; a GPU and on B=4 .*; another: measure all anew"):
+        readme.long()
+
+
+def test_backward_results(results):
+    results(result("bwd"))
+    text = readme.backward()
+    assert "| **some + fast** | **2.00** |" in text and "N=1024" in text and "Measured on 2030-01-02" in text
+    assert "made before, by the best one." in text and "`python bench.py --pass bwd`" in text
+    assert text.endswith("(results/h200/bench_bwd_time.png)")
+
+
+def test_ratios(tmp_path, results):
+    """PyTorch's time over vectorized's; rows by pass, d and mask, whatever the files are called."""
+    folder = tmp_path / "h200" / "ratios"
+    folder.mkdir()
+    with pytest.raises(ValueError, match="ratios: measured on nothing: measure all anew"):
+        readme.ratios()
+
+    def write(name, direction, d, causal, ratio, tflops=2.0, device="a GPU", status="ok"):
+        data = result(direction, device)
+        data["shape"] |= {"d": d, "causal": causal}
+        row = data["results"][0] | {"name": "vectorized", "tflops": tflops}
+        data["results"] = [row | {"N": N, "kind": kind, "name": name, "median_ms": ms}
+                           for N in (512, 1024, 2048, 4096)
+                           for kind, name, ms in (("peer", "efficient", 3.0 * ratio * N / 1024),
+                                                  ("stage", "vectorized", 3.0))]
+        data["results"][-2] |= {"status": status, "median_ms": None if status != "ok" else 12.0 * ratio}
+        (folder / name).write_text(json.dumps(data))
+
+    write("a.json", "bwd", 64, True, 0.5, status="out of memory")
+    write("b.json", "fwd", 128, False, 1.0)
+    write("c.json", "fwd", 128, True, 1.25, tflops=17.3)
+    write("d.json", "fwd", 64, False, 1.5)
+    lines = readme.ratios().splitlines()
+    assert lines[:2] == ["| pass | d | mask | N=1024 | N=2048 | N=4096 |", "|---|---:|---|---:|---:|---:|"]
+    assert lines[2:6] == ["| forward | 64 | full | 1.50× | 3.00× | 6.00× |",
+                          "| forward | 128 | causal | 1.25× | 2.50× | 5.00× |",
+                          "| forward | 128 | full | 1.00× | 2.00× | 4.00× |",
+                          "| backward | 64 | causal | 0.50× | 1.00× | - |"]
+    assert lines[6] == "" and lines[7].startswith("B=4 H=12 fp32; a GPU; 2030-01-02. The time of PyTorch's")
+    assert lines[7].endswith("best are 17.3 TFLOP/s forward and 2.00 TFLOP/s backward.") and len(lines) == 8
+    write("e.json", "fwd", 64, False, 1.5)
+    with pytest.raises(ValueError, match="another file has the same pass, d and mask"):
+        readme.ratios()
+    write("e.json", "bwd", 64, False, 1.5, device="another")
+    with pytest.raises(ValueError, match="fp32; a GPU and on B=4 H=12 fp32; another: measure all anew"):
+        readme.ratios()
+
+
+def test_empty_parts_are_filled(monkeypatch):
+    """As those that have a text are."""
+    names = ("ladder", "results", "backward", "ratios", "long", "finding", "traffic", "counts")
+    for name in names:
+        monkeypatch.setattr(readme, name, lambda name=name: f"made: {name}")
+    marks = [(f"<!-- {name} -->\n", f"<!-- end of {name} -->\n") for name in names]
+    text = "".join(f"{begin}{end}" for begin, end in marks)
+    made = "".join(f"{begin}made: {name}\n{end}" for name, (begin, end) in zip(names, marks, strict=True))
+    assert readme.updated(text) == made == readme.updated(made)
+    with pytest.raises(AssertionError, match="no place for ratios"):
+        readme.updated(text.replace("<!-- ratios -->", ""))
+
+
+def test_launches(tmp_path, monkeypatch):
+    """What is read from the profiler's output, and what it is asked."""
+    profiler = tmp_path / "ncu"
+    profiler.write_text(f"""#!/bin/sh
+printf '%s\\n' "$@" > {tmp_path}/asked
+echo '==PROF== Connected'
+echo '"ID","Kernel Name","b.sum","a.pct"'
+echo '"","","byte","%"'
+echo '"0","void one_kernel<4>(float *)","1,234","5.5"'
+echo '"1","two_kernel(int)","7","0"'
+""")
+    profiler.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    assert list(ncu.launches("^(one|two)_kernel$", ["a.pct", "b.sum"], "pass", "naive")) == [
+        ("one_kernel", {"a.pct": (5.5, "%"), "b.sum": (1234.0, "byte")}),
+        ("two_kernel", {"a.pct": (0.0, "%"), "b.sum": (7.0, "byte")})]
+    asked = (tmp_path / "asked").read_text().splitlines()
+    assert "regex:^(one|two)_kernel$" in asked and "a.pct,b.sum" in asked and asked[-2:] == ["pass", "naive"]
+    profiler.write_text("#!/bin/sh\necho no permission\n")
+    with pytest.raises(SystemExit, match="measured nothing of x:\nno permission"):
+        list(ncu.launches("x", ["a.pct"], "pass"))
+
+
+def test_names_of_kernels(tmp_path):
+    """For the profiler: those of the stage's source, with bounds on their launch or without."""
+    source = tmp_path / "mine.cuh"
+    source.write_text("__global__ void a(int x) {}\n__device__ void no(int x) {}\n"
+                      "__global__ void __launch_bounds__(max(1, 2), 2)\n  b_kernel(int x) {}\n"
+                      "__global__ __launch_bounds__(threads) void c(int x) {}\n")
+    assert ncu.kernels([source, source]) == ["a", "b_kernel", "c"]
 
 
 def test_every_stage_is_in_the_ladder():
@@ -23,9 +164,11 @@ def test_every_stage_is_in_the_ladder():
     assert rows == [(str(s.number), s.name, str(s.path.relative_to(flash.ROOT))) for s in flash.stages()]
 
 
-def test_every_stage_is_in_flash_fwd_cu():
-    listed = re.findall(r"^//   stages/(fwd_\w+\.cuh) ", (flash.ROOT / "flash_fwd.cu").read_text(), re.M)
-    assert listed == [s.path.name for s in flash.stages()]
+@pytest.mark.parametrize("direction", ["fwd", "bwd"])
+def test_every_stage_is_in_the_file_that_is_compiled(direction):
+    text = (flash.ROOT / f"flash_{direction}.cu").read_text()
+    listed = re.findall(r"^//   stages/(\w+\.cuh) ", text, re.M)
+    assert listed == [s.path.name for s in flash.stages(direction)]
 
 
 def test_links_lead_somewhere():
@@ -51,11 +194,12 @@ def test_the_inspected_lines_are_loads_of_K():
         assert re.search(r"\bK(_smem)?\[", (flash.STAGES / file).read_text().splitlines()[int(line) - 1])
 
 
-def test_the_compiler_command_of_flash_fwd_cu(tmp_path):
+@pytest.mark.parametrize("file", ["flash_fwd.cu", "flash_bwd.cu"])
+def test_the_compiler_command(tmp_path, file):
     """As a reader would paste it."""
     if not (nvcc := test_nvcc.NVCC):
         pytest.skip(test_nvcc.WHY_NOT)
-    lines = (flash.ROOT / "flash_fwd.cu").read_text().splitlines()
+    lines = (flash.ROOT / file).read_text().splitlines()
     start = next(i for i, line in enumerate(lines) if line.startswith("//   nvcc "))
     command = " ".join(line.strip("/ \\") for line in lines[start:start + 2])
     done = subprocess.run(f"{command.replace('nvcc', str(nvcc), 1)} -o {tmp_path}/out", shell=True,

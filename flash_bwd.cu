@@ -1,0 +1,54 @@
+// FlashAttention backward: what it computes, the ladder, and the one entry point. As with flash_fwd.cu, which
+// has the notation, this is the file that is compiled, and the stage comes in as a macro:
+//
+//   nvcc -DSTAGE_FILE='"stages/bwd_02_recompute.cuh"' -DELEMENT=float -DHEAD_DIM=64 -DCAUSAL=1 -DBLOCK_R=64 \
+//        -DBLOCK_C=64 -arch=sm_80 -cubin -Xptxas -v flash_bwd.cu
+//
+// Given dO, the gradient of a loss by O, it computes dQ, dK and dV, its gradients by Q, K and V. For every
+// batch element and query head (stages/bwd_01_naive.cuh derives it):
+//
+//   S = scale * Q K^T     P = exp(S - L)     dV = P^T dO     dP = dO V^T     D_i = sum_k dO_ik O_ik
+//   dS = P * (dP - D), element by element     dQ = scale * dS K     dK = scale * dS^T Q
+//
+// Further notation:
+//   dO, dQ        (B, H, N_q, d)      like Q and O
+//   dK, dV        (B, H_kv, N_k, d)   like K and V: summed over the H / H_kv query heads that read them
+//   D, dL         (B, H, N_q)         D as above, from which a stage subtracts dL, the gradient by L, for a
+//                                     loss that depends on L, too
+//   dS, dP        (N_q, N_k)          of one head; dS is the gradient by S, that is by the scaled scores
+// A row that sees no key gets and gives no gradient: its P is 0.
+//
+// The ladder:
+//   stages/bwd_01_naive.cuh            the five products, plainly; S, P, dP and dS, N x N, in HBM
+//   stages/bwd_02_recompute.cuh        FlashAttention-2: P from L, tile by tile; dQ summed by atomics
+//   stages/bwd_03_deterministic.cuh    dK and dV in one kernel, dQ in another: the same bits every run
+//   stages/bwd_04_vectorized.cuh       float4, register tiles: near what fp32 multipliers give
+// The lines at a stage's start, and the two functions that it defines, are those of a forward stage.
+#include <cuda_runtime.h>
+#include <math.h>
+
+#include "stages/common/tensor.cuh"
+
+struct BwdParams {           // flash.py fills its twin, field for field
+  Tensor Q, K, V, O, dO;     // of the forward pass, and the gradient by O
+  Tensor dQ, dK, dV;         // to be written
+  const float* L;            // of the forward pass; contiguous
+  const float* dL;           // the gradient by L, contiguous; null if the loss does not depend on L
+  void* workspace;           // workspace_bytes() of HBM
+  int B, H, H_kv, N_q, N_k;
+  int diagonal;              // used if CAUSAL
+  float scale;
+};
+
+#include STAGE_FILE
+
+// flash.py compares: the twins must not drift.
+extern "C" size_t flash_bwd_params_bytes() { return sizeof(BwdParams); }
+
+extern "C" size_t flash_bwd_workspace_bytes(const BwdParams* p) { return workspace_bytes(*p); }
+
+// Returns null, or what went wrong.
+extern "C" const char* flash_bwd(const BwdParams* p, cudaStream_t stream) {
+  const cudaError_t error = launch(*p, stream);
+  return error == cudaSuccess ? nullptr : cudaGetErrorString(error);
+}

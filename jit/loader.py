@@ -1,0 +1,201 @@
+"""From a CUDA file to a shared library: by nvcc for a GPU, by the translator and g++ for the simulator."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import torch
+from torch.utils import cpp_extension
+
+import simulator
+
+from .nvcc import find_nvcc, nvcc_version
+from .registry import ROOT, STAGES
+
+BUILD = Path(os.environ.get("FLASH_BUILD_DIR") or ROOT / "build").resolve()
+
+
+def build(source: Path, device: torch.device, macros: dict[str, str | Path] | None = None,
+          name: str | None = None, checked: bool = False) -> Path:
+    """Compile a .cu file to a shared library, once per content: by nvcc for a GPU, else for the simulator.
+
+    Args:
+        source: the file. What it and the files among `macros` include is part of the build.
+        macros: by name; a pathlib.Path is a file that the source includes by this macro.
+        name: the first part of the library's name.
+        checked: with calls of the checker, for `inspect`; in the simulator only.
+    Returns:
+        The library's path, to be loaded with ctypes.CDLL.
+    Raises:
+        RuntimeError: without a compiler; with the compiler's messages; for CUDA syntax that the simulator
+            does not know.
+    """
+    macros = macros or {}
+    files = source_files(source, *(value for value in macros.values() if isinstance(value, Path)))
+    if device.type == "cuda":
+        return _build_for_gpu(name or source.stem, files, macros, torch.cuda.get_device_capability(device))
+    return _build_for_cpu(name or source.stem, files, macros, checked)
+
+
+def debug() -> bool:
+    """FLASH_DEBUG=1: without optimisation, for a debugger."""
+    return os.environ.get("FLASH_DEBUG", "0") not in ("", "0")
+
+
+def source_files(*files: Path) -> list[Path]:
+    """These files and all that they include by #include "...", each once."""
+    found: list[Path] = []
+    waiting = list(files)
+    while waiting:
+        file = waiting.pop(0)
+        if file in found:
+            continue
+        found.append(file)
+        for name in re.findall(r'^\s*#\s*include\s*"([^"]+)"', file.read_text(errors="replace"), re.M):
+            places = (folder / name for folder in (file.parent, ROOT, STAGES))
+            waiting += [place.resolve() for place in places if place.is_file()][:1]
+    return found
+
+
+def _name(prefix: str, files: list[Path], *rest) -> str:
+    """A name for a build, with a hash of everything that goes into it."""
+    digest = hashlib.sha256(repr(rest).encode())
+    prefix = re.sub(r"\W", "_", prefix)
+    for file in files:
+        digest.update(f"{file}\0".encode() + file.read_bytes())
+    return f"{prefix}_{digest.hexdigest()[:16]}"
+
+
+def _build_for_cpu(name: str, files: list[Path], macros: dict[str, str | Path], checked: bool) -> Path:
+    if missing := simulator.missing_compiler():
+        raise RuntimeError(missing)
+    runtime = build_simulator()
+    flags = simulator.compile_flags(debug(), checked)
+    name = f"{name}_cpu" + "_checked" * checked
+    name = _name(name, files, macros, flags, simulator.signature(), torch.__version__)
+    folder = BUILD / name / "translated"
+    translated = simulator.translated_files(files, ROOT, folder)
+
+    def write_sources() -> list[Path]:
+        try:
+            simulator.translate_files(translated)
+        except simulator.TranslationError as error:
+            raise RuntimeError(f"cannot translate CUDA for the CPU: {error}") from None
+        return [translated[files[0]]]
+
+    macros = {macro: translated[value] if isinstance(value, Path) else value
+              for macro, value in macros.items()}
+    return _build(name, write_sources, macros, cflags=[*flags, f"-I{folder}", f"-I{folder / 'stages'}"],
+                  ldflags=[str(runtime), f"-Wl,-rpath,{runtime.parent}", *simulator.link_flags(checked)])
+
+
+def build_simulator() -> Path:
+    name = _name("simulator", [], simulator.signature(), torch.__version__)
+    if not _is_built(name):
+        print("Building the simulator, once: a few seconds ...", file=sys.stderr, flush=True)
+    return _build(name, simulator.runtime_sources, {},
+                  cflags=["-std=c++17", "-O2", "-g", "-fno-strict-aliasing", "-fno-semantic-interposition"],
+                  ldflags=["-ldl", "-pthread"])
+
+
+def _build_for_gpu(name: str, files: list[Path], macros: dict[str, str | Path], capability: tuple) -> Path:
+    nvcc = find_nvcc(torch.version.cuda)
+    arch = f"{capability[0]}{capability[1]}" + "a" * (capability[0] == 9)  # sm_90a: Hopper's own too
+    flags = [f"-gencode=arch=compute_{arch},code=sm_{arch}", "-std=c++17", "-lineinfo",
+             f"-I{ROOT}", f"-I{STAGES}",  # -U in what follows: torch's load() defines them
+             "-U__CUDA_NO_HALF_OPERATORS__", "-U__CUDA_NO_HALF_CONVERSIONS__",
+             "-U__CUDA_NO_HALF2_OPERATORS__", "-U__CUDA_NO_BFLOAT16_CONVERSIONS__",
+             *(["-G"] if debug() else ["-O3"])]
+    name = _name(f"{name}_sm{arch}", files, macros, flags, str(nvcc), nvcc_version(nvcc), torch.__version__)
+    cpp_extension.CUDA_HOME = str(nvcc.parent.parent)
+    return _build(name, lambda: [files[0]], macros, cuda_cflags=flags,
+                  ldflags=[f"-L{_linkable_cudart(nvcc.parent.parent)}"])
+
+
+def _linkable_cudart(cuda_home: Path) -> Path:
+    """A folder with libcudart.so.
+
+    NVIDIA's wheels have only libcudart.so.13: then a link to that, in the build folder.
+    """
+    versioned = []
+    for lib in (cuda_home / "lib64", cuda_home / "lib", *cuda_home.glob("targets/*/lib")):
+        if (lib / "libcudart.so").exists():
+            return lib
+        versioned += lib.glob("libcudart.so.*")
+    if not versioned:
+        raise RuntimeError(f"no libcudart.so under {cuda_home}: install the CUDA runtime "
+                           "(pip install -r requirements.txt)")
+    link = BUILD / "cudart" / "libcudart.so"
+    link.parent.mkdir(parents=True, exist_ok=True)
+    if not link.exists():
+        link.unlink(missing_ok=True)  # it may lead to what an upgrade has removed
+        with contextlib.suppress(FileExistsError):
+            link.symlink_to(versioned[0])
+    return link.parent
+
+
+def _is_built(name: str) -> bool:
+    return (BUILD / name / "done").exists()
+
+
+def _build(name: str, sources, macros: dict[str, str | Path], cflags=(), cuda_cflags=(), ldflags=()) -> Path:
+    """Compile and link `sources()` to build/<name>/<name>.so with torch's cpp_extension, unless it is there.
+
+    Safe beside another process that builds the same, and after a build that was interrupted: our lock is the
+    kernel's, so it ends with the process that holds it. torch's lock is a file, which an interrupted build
+    leaves behind and the next one waits for without end; under our lock such a file can only be an orphan,
+    and is deleted.
+
+    Raises:
+        RuntimeError: with the compiler's errors.
+    """
+    folder = BUILD / name
+    library = folder / f"{name}.so"
+    if _is_built(name):
+        return library
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = open(folder / "flash_lock", "w")
+    except OSError as error:
+        raise RuntimeError(f"cannot write to the build folder {BUILD} ({error.strerror}): "
+                           "set FLASH_BUILD_DIR to another one") from None
+    with lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if _is_built(name):
+            return library
+        (folder / "lock").unlink(missing_ok=True)
+        cpp_extension.JIT_EXTENSION_VERSIONER.entries.pop(name, None)  # else a failed build counts as done
+        files = [str(file) for file in sources()]
+        defines = [f'-D{macro}="{value}"' if isinstance(value, Path) else f"-D{macro}={value}"
+                   for macro, value in macros.items()]
+        try:
+            cpp_extension.load(name, files, extra_cflags=_ninja_quoted([*defines, *cflags]),
+                               extra_cuda_cflags=_ninja_quoted([*defines, *cuda_cflags]),
+                               extra_ldflags=_ninja_quoted(ldflags), build_directory=str(folder),
+                               with_cuda=bool(cuda_cflags), is_python_module=False, verbose=False)
+        except (RuntimeError, OSError, subprocess.CalledProcessError) as error:
+            message = f"{error}\n{error.__cause__ or ''}"  # of a library that cannot be loaded
+            raise RuntimeError(_compile_error(name, message)) from None
+        (folder / "done").touch()
+    return library
+
+
+def _ninja_quoted(flags) -> list[str]:
+    """load() writes flags into a ninja file as they are, and ninja hands them to a shell."""
+    return [shlex.quote(flag).replace("$", "$$") for flag in flags]
+
+
+def _compile_error(name: str, output: str) -> str:
+    """What the compiler and the linker said, out of what ninja printed: not its own lines, nor commands."""
+    ninja = (r"Error building|Command '\['ninja'|ninja: |FAILED: |\[\d+/\d+\] |"
+             r"\S+ .*(-DTORCH_EXTENSION_NAME|-shared )")
+    lines = [line for line in output.splitlines() if not re.match(ninja, line)]
+    return f"building {name} failed:\n" + "\n".join(lines[:30])

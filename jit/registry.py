@@ -1,0 +1,337 @@
+"""The stages: what the headers of the files in stages/ say of them, and which of them a call takes."""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import math
+import operator
+import re
+import warnings
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+import simulator
+
+from .nvcc import find_nvcc
+
+ROOT = Path(__file__).resolve().parent.parent
+STAGES = ROOT / "stages"
+
+FIELDS = ("idea", "types", "needs", "deterministic", "tiles", "limits", "shared", "workspace", "hbm")
+DTYPES = {"fp32": torch.float32}          # by their name in a stage's header
+MANY = 1 << 62                            # rows of Q, where nobody says how many
+DIRECTIONS = {"fwd": "forward", "bwd": "backward"}
+TENSORS = {"fwd": ("Q", "K", "V", "O", "L"),
+           "bwd": ("Q", "K", "V", "O", "dO", "L", "dL", "dQ", "dK", "dV")}
+DETERMINISM = {"yes": (True, False), "no": (False, False), "on request": (False, True)}
+
+
+@dataclass(frozen=True)
+class Available:
+    """Whether a stage can run on a device, as a bool; `reason` says why not, and what would help."""
+
+    reason: str = ""
+
+    def __bool__(self) -> bool:
+        return not self.reason
+
+    def __str__(self) -> str:
+        return self.reason or "yes"
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One rung of a ladder, as the header of its file describes it.
+
+    The conditions of `tile_rules` are expressions in d and rows, which is B * H * N_q rounded down to a power
+    of 2; `limits` and `shared`, in bytes a block, in d, Br and Bc; `hbm`, in bytes, also in B, H, H_kv, N_q,
+    N_k, Tr, Tc and Td = ceil(d / Bc).
+    """
+
+    number: int
+    name: str
+    direction: str                          # "fwd" or "bwd"
+    path: Path
+    idea: str = ""
+    dtypes: tuple[torch.dtype, ...] = (torch.float32,)
+    needs: str = "any GPU"                  # or the least compute capability, such as sm_80
+    deterministic: bool = True              # bit-identical results every run
+    deterministic_on_request: bool = False  # if compiled with -DDETERMINISTIC=1, at a cost
+    tile_rules: str = "Br=32 Bc=32"
+    limits: str = ""
+    shared: str = "0"
+    hbm: str = ""                           # bytes read and written without a mask, if nothing is cached
+    workspace: str = "workspace"            # what its scratch memory holds, such as S, P
+
+    def __str__(self) -> str:
+        return f"{'backward ' * (self.direction == 'bwd')}stage {self.name!r}"
+
+    @property
+    def can_be_deterministic(self) -> bool:
+        return self.deterministic or self.deterministic_on_request
+
+    def available(self, device: torch.device | str | None = None) -> Available:
+        """Whether this stage can run on a device (default: the GPU if any, else the CPU), or why not."""
+        device = default_device() if device is None else torch.device(device)
+        if device.type == "cpu":
+            return Available(simulator.missing_compiler() or "")
+        if device.type != "cuda":
+            return Available(f"stages run on CUDA and CPU tensors, not on {device.type}")
+        if needed := re.fullmatch(r"sm_(\d+)(\d)a?", self.needs):
+            have = torch.cuda.get_device_capability(device)
+            exact = self.needs.endswith("a")  # sm_90a: its own instructions, which no later one has
+            if (have[0] != int(needed[1])) if exact else have < (int(needed[1]), int(needed[2])):
+                return Available(f"needs {self.needs}; {torch.cuda.get_device_name(device)} has "
+                                 f"sm_{have[0]}{have[1]}")
+        try:
+            find_nvcc(torch.version.cuda)
+        except RuntimeError as error:
+            return Available(str(error))
+        return Available()
+
+    def default_tiles(self, d: int, rows: int = MANY) -> dict[str, int]:
+        """Br and Bc for a head dimension and B * H * N_q rows: the last rule whose condition holds."""
+        tiles = {}
+        for rule in self.tile_rules.split(";"):
+            condition, _, sizes = rule.rpartition(":")
+            if not condition or _evaluate(condition, d=d, rows=rows):
+                tiles = {name: int(size) for name, size in re.findall(r"(\w+)=(\d+)", sizes)}
+        return tiles
+
+    def tiles(self, d: int, shared_memory: int, rows: int = MANY, **chosen: int) -> dict[str, int]:
+        """The tile sizes of a call: `chosen` ones, else the defaults, or the nearest to them that fit.
+
+        In messages they have attention()'s names: Br_bwd and Bc_bwd for a backward stage.
+
+        Args:
+            d: head dimension.
+            shared_memory: bytes that a block may have on the device.
+            rows: B * H * N_q.
+        Raises:
+            ValueError: if the stage does not know a tile by this name, or cannot use its size.
+        """
+        for name, size in chosen.items():
+            if name not in ("Br", "Bc"):
+                raise ValueError(f"{name}: {self} has no such argument; its tile sizes are Br and Bc")
+            if isinstance(size, bool) or not hasattr(size, "__index__") or not 1 <= size <= 1024:
+                raise ValueError(f"{name}{self._suffix} must be an integer from 1 to 1024, not {size!r}")
+            chosen[name] = operator.index(size)
+        rows = 1 << rows.bit_length() - 1  # rounded down, so that the cache stays small
+        return dict(self._fitting_tiles(d, shared_memory, rows, tuple(chosen.items())))
+
+    @functools.cache
+    def fits(self, d: int, shared_memory: int) -> bool:
+        """Whether it has tile sizes for this head dimension and so many bytes of shared memory a block."""
+        try:
+            self._fitting_tiles(d, shared_memory, MANY, ())
+        except ValueError:
+            return False
+        return True
+
+    @functools.cache  # some 100 us, in every call of attention()
+    def _fitting_tiles(self, d: int, shared_memory: int, rows: int, chosen: tuple) -> dict[str, int]:
+        tiles = self.default_tiles(d, rows)
+        tiles.update(chosen)
+        if not (problem := self._tile_problem(d, shared_memory, tiles)):
+            return tiles
+        fitting = [t for br in range(8, 257, 8) for bc in range(8, 257, 8)
+                   if not self._tile_problem(d, shared_memory, t := {"Br": br, "Bc": bc})]
+        if not fitting:
+            raise ValueError(f"{problem}; no tile sizes fit: take a smaller d or another stage")
+        nearest = min(fitting, key=lambda t: sum(abs(math.log(t[name] / tiles[name])) for name in t))
+        if chosen:
+            would = ", ".join(f"{name}{self._suffix}={size}" for name, size in nearest.items())
+            raise ValueError(f"{problem}; {would} would work")
+        return nearest
+
+    def hbm_bytes(self, B: int, H: int, N_q: int, N_k: int, d: int, *, Br: int, Bc: int,
+                  H_kv: int | None = None) -> int | None:
+        """Bytes that warps read from and write to HBM, without a mask and a cache: the header's formula.
+
+        None if the header has none. H_kv: default H. `inspect` counts the same.
+        """
+        if not self.hbm:
+            return None
+        return _evaluate(self.hbm, B=B, H=H, H_kv=H_kv or H, N_q=N_q, N_k=N_k, d=d, Br=Br, Bc=Bc,
+                         Tr=-(-N_q // Br), Tc=-(-N_k // Bc), Td=-(-d // Bc))
+
+    @property
+    def _suffix(self) -> str:
+        return "_bwd" if self.direction == "bwd" else ""
+
+    def _tile_problem(self, d: int, shared_memory: int, tiles: dict[str, int]) -> str:
+        sizes = ", ".join(f"{name}={size}" for name, size in tiles.items())
+        for limit in filter(None, map(str.strip, self.limits.split(";"))):
+            if not _evaluate(limit, d=d, **tiles):
+                return f"{self} needs {limit}, and got {sizes}"
+        needed = _evaluate(self.shared, d=d, **tiles)
+        if needed > shared_memory:
+            return (f"{self} with {sizes}, d={d} needs {needed} bytes of shared memory a block, "
+                    f"and this device has {shared_memory}")
+        return ""
+
+
+def _evaluate(expression: str, **names: int) -> int:
+    """The value of an expression in a stage's header, in these names, min and max."""
+    return eval(expression, {"__builtins__": {}, "min": min, "max": max}, names)
+
+
+def read_stage(path: Path, direction: str = "fwd") -> Stage:
+    """The stage in a .cuh file. Its header's fields are optional: a file of your own needs none.
+
+    Args:
+        direction: "fwd" or "bwd", for a file whose first line does not say "Forward stage" or "Backward
+            stage".
+    Raises:
+        ValueError: if it is no file, or a field of its header is not understood.
+    """
+    path = Path(path)
+    if not path.is_absolute():  # resolve() takes longer than all the rest
+        path = path.resolve()
+    if not path.is_file():
+        raise ValueError(f"{_argument(direction)}: {path} is no file")
+    return _read_stage(path, direction, path.stat().st_mtime_ns)
+
+
+@functools.cache
+def _read_stage(path: Path, direction: str, modified: int) -> Stage:
+    header = re.match(r"\ufeff?(?://.*\n)*", path.read_text(errors="replace"))[0]
+    title = re.match(r"\ufeff?// (Forward|Backward) stage (\d+): (\w+)", header)
+    if title:
+        direction = "fwd" if title[1] == "Forward" else "bwd"
+    fields = dict(re.findall(rf"^// ({'|'.join(FIELDS)}): *(.*)$", header, re.M))
+    types = re.split(r",\s*", fields.get("types", "fp32"))
+    if unknown := set(types) - set(DTYPES):
+        raise ValueError(f"{path}: types: {', '.join(unknown)} not among {', '.join(DTYPES)}")
+    if not re.fullmatch(r"any GPU|sm_\d\d+a?", needs := fields.get("needs", "any GPU")):
+        raise ValueError(f"{path}: needs: {needs!r} is neither 'any GPU' nor a capability, such as sm_80")
+    if (determinism := fields.get("deterministic", "yes")) not in DETERMINISM:
+        raise ValueError(f"{path}: deterministic: {determinism!r} is not among {', '.join(DETERMINISM)}")
+    if (workspace := fields.get("workspace", "workspace")) in TENSORS[direction]:
+        raise ValueError(f"{path}: workspace: {workspace} is a tensor of the call: give it another name")
+    deterministic, on_request = DETERMINISM[determinism]
+    in_ladder = title and path.parent == STAGES
+    stage = Stage(
+        number=int(title[2]) if in_ladder else 0, name=title[3] if in_ladder else path.stem,
+        direction=direction, path=path, idea=fields.get("idea", ""),
+        dtypes=tuple(DTYPES[t] for t in types), needs=needs, deterministic=deterministic,
+        deterministic_on_request=on_request, tile_rules=fields.get("tiles", "Br=32 Bc=32"),
+        limits=fields.get("limits", ""), shared=fields.get("shared", "0"), hbm=fields.get("hbm", ""),
+        workspace=workspace)
+    try:
+        if sorted(tiles := stage.default_tiles(64)) != ["Bc", "Br"]:
+            raise ValueError("tiles: must give Br and Bc, as in Br=64 Bc=32; d > 128: Br=16 Bc=32")
+        stage._tile_problem(64, 0, tiles)
+        stage.hbm_bytes(1, 1, 64, 64, 64, **tiles)
+    except Exception as error:  # whatever the expressions raise
+        fields = "tiles, limits, shared or hbm"
+        raise ValueError(f"{path}: the header's {fields} make no sense: {error}") from None
+    return stage
+
+
+def stages(direction: str | None = None) -> list[Stage]:
+    """All stages of the repository, in the order of the ladders: the forward stages, then the backward ones.
+
+    Args:
+        direction: only "fwd" or only "bwd".
+    Raises:
+        ValueError: if two of one direction have the same name, or a header is not understood.
+    """
+    if direction not in (None, *DIRECTIONS):
+        raise ValueError(f"direction must be fwd, bwd or None, not {direction!r}")
+    found: list[Stage] = []
+    for which in DIRECTIONS if direction is None else (direction,):
+        by_name: dict[str, Stage] = {}
+        for path in sorted(STAGES.glob(f"{which}_[0-9]*.cuh")):
+            stage = _read_stage(path, which, path.stat().st_mtime_ns)
+            if stage.name in by_name:
+                raise ValueError(f"{path.name} and {by_name[stage.name].path.name} are both called "
+                                 f"{stage.name!r}: give one of them another name, in its first line")
+            by_name[stage.name] = stage
+        found += by_name.values()
+    return found
+
+
+def find_stage(stage: str | Path | Stage | None, dtype: torch.dtype, device: torch.device,
+               direction: str = "fwd", deterministic: bool | None = False, d: int | None = None) -> Stage:
+    """The stage that a call asks for; for None, the last that takes the type and `d`, runs on the device and,
+    if so asked, is deterministic.
+
+    Args:
+        direction: "fwd" or "bwd".
+        deterministic: refuse a stage that cannot be. None: as torch.use_deterministic_algorithms() says.
+        d: head dimension, for which the device may have too little shared memory. None: any.
+    Raises:
+        ValueError: if there is no such stage, it does not take `dtype`, or is not deterministic.
+        RuntimeError: if it cannot run on `device`, or PyTorch's switch asks for a deterministic one.
+    """
+    argument, ladder = _argument(direction), "backward stages" if direction == "bwd" else "stages"
+    wanted = torch.are_deterministic_algorithms_enabled() if deterministic is None else deterministic
+    if isinstance(stage, str):
+        stage = _named(stage, direction)
+    elif isinstance(stage, Path):
+        stage = read_stage(stage, direction)
+    elif stage is None:
+        takers = [s for s in stages(direction) if dtype in s.dtypes]
+        if not takers:
+            known = ", ".join(map(str, dict.fromkeys(t for s in stages(direction) for t in s.dtypes)))
+            raise ValueError(f"q has type {dtype}; the {ladder} take {known}: convert with .float()")
+        takers = [s for s in takers if s.can_be_deterministic or not wanted] or takers
+        stage = next((s for s in reversed(takers) if s.available(device)
+                      and (d is None or s.fits(d, shared_memory_per_block(device)))), takers[-1])
+    elif not isinstance(stage, Stage):
+        raise ValueError(f"{argument} must be a name, a pathlib.Path or a Stage, not {type(stage).__name__}")
+    if stage.direction != direction:
+        raise ValueError(f"{argument}: {stage.path.name} is a {DIRECTIONS[stage.direction]} stage: pass it "
+                         f"as {_argument(stage.direction)}=")
+    if dtype not in stage.dtypes:
+        known = ", ".join(map(str, stage.dtypes))
+        raise ValueError(f"{stage} takes {known}; q, k and v have {dtype}: convert them with .float()")
+    if not (available := stage.available(device)):
+        raise RuntimeError(f"{stage} cannot run on {device}: {available}")
+    if wanted and not stage.can_be_deterministic:
+        names = ", ".join(s.name for s in stages(direction) if s.can_be_deterministic) or "none"
+        message = f"{stage} is not deterministic; those of the {ladder} that can be: {names}"
+        if deterministic:
+            raise ValueError(message)
+        message += ". torch.use_deterministic_algorithms(True) asks for one"
+        if not torch.is_deterministic_algorithms_warn_only_enabled():
+            raise RuntimeError(f"{message}; deterministic=False overrules it for a call")
+        warnings.warn(message, stacklevel=1)  # of one line, so shown once
+    return stage
+
+
+def _argument(direction: str) -> str:
+    """The argument of attention() that takes such a stage."""
+    return "backward" if direction == "bwd" else "stage"
+
+
+def _named(name: str, direction: str) -> Stage:
+    """The stage of this name, or an error that helps to find it."""
+    known = {s.name: s for s in stages(direction)}
+    if name in known:
+        return known[name]
+    close = difflib.get_close_matches(name, known, n=1)
+    if other := next((s for s in stages() if s.name == name), None):
+        hint = f"It is a {DIRECTIONS[other.direction]} stage: pass it as {_argument(other.direction)}=."
+    elif name.endswith(".cuh") or "/" in name or not close:
+        hint = "For a file of your own, pass a pathlib.Path."
+    else:
+        hint = f"Did you mean {close[0]!r}?"
+    what = "backward stage" if direction == "bwd" else "stage"
+    raise ValueError(f"{_argument(direction)}: there is no {what} {name!r}; there are {', '.join(known)}. "
+                     f"{hint}")
+
+
+def default_device() -> torch.device:
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def shared_memory_per_block(device: torch.device) -> int:
+    """Bytes of shared memory that a block may ask for."""
+    if device.type == "cpu":
+        return simulator.SHARED_MEMORY_PER_BLOCK
+    return torch.cuda.get_device_properties(device).shared_memory_per_block_optin

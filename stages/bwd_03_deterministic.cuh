@@ -1,0 +1,226 @@
+// Backward stage 3: deterministic
+// idea:    dK and dV in one kernel, dQ in another: no atomics, the same bits every run; 7 products, not 5
+// types:   fp32
+// needs:   any GPU
+// deterministic: yes
+// tiles:   Br=64 Bc=64; d > 64: Br=32 Bc=32; d > 128: Br=16 Bc=32
+// limits:  Br % 8 == 0; Bc % 32 == 0; (Br // 8) * (Bc // 32) <= 64
+// shared:  8 * (Br * d + Bc * (d + 1) + Br * Bc)
+// workspace: D
+// hbm:     4 * B * (4 * H_kv * N_k * d + H * (N_q * (Tc * (2 * d + 4) + 5 * d + 2) + 2 * Tr * N_k * d))
+//
+// A sum of floating-point numbers has the same bits every run if it is made in the same order. In recompute
+// the sums that make dK and dV are: one block makes them, tile by tile. Those of dQ are not, as many blocks
+// add to a row. So dQ gets a kernel of its own, with the loops of flash2: a tile of Q a block, which walks
+// along the tiles of K and V and keeps its dQ in registers to the end. No two blocks write the same element
+// any more, and nothing is set to 0 beforehand.
+//
+// The price: each kernel makes S and dP for itself. Seven products instead of five:
+//
+//   dKV_kernel   S = Q K^T   dP = dO V^T   dV = P^T dO   dK = scale * dS^T Q     a tile of K and V a block
+//   dQ_kernel    S = Q K^T   dP = dO V^T   dQ = scale * dS K                     a tile of Q a block
+//
+// HBM traffic without caches (hbm, above): in dKV_kernel, K, V, dK and dV once, Q and dO Tc times; in
+// dQ_kernel, Q, dO and dQ once, K and V Tr times; L and D Tc times in each; before them, O, dO and L are read
+// and D is made. Causal: about half of the Tc and Tr times.
+//
+// Changed from recompute: its kernel loses dQ (line 15 of Algorithm 2; and line 3 in D_kernel). dQ_kernel is
+// new, made of lines that are known.
+//
+// Bound by shared memory, as recompute is. The fifth product and its atomics cost that one a fifth of its
+// time; here dQ_kernel, with three products, takes as long as dKV_kernel with four.
+#pragma once
+#include "common/launch.cuh"
+#include "common/tile.cuh"
+#include "common/warp.cuh"
+
+constexpr int d = HEAD_DIM;
+constexpr int Br = BLOCK_R, Bc = BLOCK_C;
+constexpr int warps = 8, threads = 32 * warps;
+constexpr int rows = Br / warps;          // rows of S, dP and dQ per warp
+constexpr int keys = Bc / warps;          // rows of dK and dV per warp
+constexpr int cols = Bc / 32;             // columns of S and dP per lane
+constexpr int dims = (d + 31) / 32;       // columns of dQ, dK and dV per lane
+
+// D = rowsum(dO * O), one row per warp. The numbers are the lines of Algorithm 2.
+__global__ void __launch_bounds__(threads) D_kernel(BwdParams p, float* D) {
+  const int64_t at = (int64_t)blockIdx.x * warps + threadIdx.x / 32;     // of B * H * N_q
+  const int lane = threadIdx.x % 32;
+  if (at >= (int64_t)p.B * p.H * p.N_q) return;   // whole warps: the shuffles of the others stay complete
+  const int row = at % p.N_q, h = at / p.N_q % p.H, b = at / p.N_q / p.H;
+  const float* O = p.O.head(b, h) + row * p.O.stride_n;
+  const float* dO = p.dO.head(b, h) + row * p.dO.stride_n;
+
+  float sum = 0.f;
+  for (int k = lane; k < d; k += 32) sum += dO[k] * O[k];                // 4
+  sum = warp_sum(sum);
+  if (lane > 0) return;
+  if (p.dL) sum -= p.dL[at];              // P_ij is also the derivative of L_i by S_ij
+  D[at] = p.L[at] == -INFINITY ? 0.f : sum;       // no key seen: P is 0, but dL may be infinite
+}
+
+// dK and dV. One block per tile of K and V.
+__global__ void __launch_bounds__(threads, 2) dKV_kernel(BwdParams p, const float* D) {
+  const int Tr = ceil_div(p.N_q, Br), Tc = ceil_div(p.N_k, Bc);          // 1, 2
+  const int j = blockIdx.x % Tc, bh = blockIdx.x / Tc;                   // 5
+  const int b = bh / p.H_kv, h_kv = bh % p.H_kv, group = p.H / p.H_kv;
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+
+  extern __shared__ float smem[];
+  float* K_smem = smem;                   // Bc x d, rows d + 1 apart
+  float* V_smem = K_smem + Bc * (d + 1);  // Bc x d, rows d + 1 apart
+  float* Q_smem = V_smem + Bc * (d + 1);  // Br x d
+  float* dO_smem = Q_smem + Br * d;       // Br x d
+  float* P_smem = dO_smem + Br * d;       // Br x Bc
+  float* dS_smem = P_smem + Br * Bc;      // Br x Bc
+  load_tile(K_smem, d + 1, p.K.head(b, h_kv), p.K.stride_n, j * Bc, Bc, p.N_k);     // 6
+  load_tile(V_smem, d + 1, p.V.head(b, h_kv), p.V.stride_n, j * Bc, Bc, p.N_k);
+
+  float dK_reg[keys][dims] = {}, dV_reg[keys][dims] = {};                // 7
+
+  // causal: the first row that sees key j * Bc is j * Bc - diagonal; the tiles of Q before it see none
+  const int first_i = CAUSAL ? max(j * Bc - p.diagonal, 0) / Br : 0;
+  for (int h = h_kv * group; h < (h_kv + 1) * group; h++) {
+    const int64_t first_row = ((int64_t)b * p.H + h) * p.N_q;            // of this head, in L and D
+    for (int i = first_i; i < Tr; i++) {                                 // 8
+      __syncthreads();                    // all are done with the last tiles, which are now overwritten
+      load_tile(Q_smem, d, p.Q.head(b, h), p.Q.stride_n, i * Br, Br, p.N_q);        // 9
+      load_tile(dO_smem, d, p.dO.head(b, h), p.dO.stride_n, i * Br, Br, p.N_q);
+      __syncthreads();                    // nobody reads before everybody has written
+
+      float S_reg[rows][cols] = {}, dP_reg[rows][cols] = {};
+      for (int k = 0; k < d; k++) {
+        for (int c = 0; c < cols; c++) {
+          const float key = K_smem[(lane + 32 * c) * (d + 1) + k];       // a key per lane; Q: all the same
+          const float value = V_smem[(lane + 32 * c) * (d + 1) + k];
+          for (int r = 0; r < rows; r++) {
+            S_reg[r][c] += Q_smem[(warp * rows + r) * d + k] * key;      // 10: S_ij = Q_i K_j^T
+            dP_reg[r][c] += dO_smem[(warp * rows + r) * d + k] * value;  // 13: dP_ij = dO_i V_j^T
+          }
+        }
+      }
+
+      for (int r = 0; r < rows; r++) {
+        const int row = i * Br + warp * rows + r;
+        const float L = row < p.N_q ? p.L[first_row + row] : 0.f;        // 9
+        const float D_row = row < p.N_q ? D[first_row + row] : 0.f;
+        for (int c = 0; c < cols; c++) {
+          const int col = j * Bc + lane + 32 * c;
+          const bool visible = row < p.N_q && col < p.N_k && (!CAUSAL || col <= row + p.diagonal);
+          const float P = visible ? expf(p.scale * S_reg[r][c] - L) : 0.f;          // 11
+          P_smem[(warp * rows + r) * Bc + lane + 32 * c] = P;
+          dS_smem[(warp * rows + r) * Bc + lane + 32 * c] = P * (dP_reg[r][c] - D_row);   // 14
+        }
+      }
+      __syncthreads();                    // a warp now reads columns of P and dS, which all warps wrote
+
+      for (int row = 0; row < Br; row++) {
+        for (int c = 0; c < dims; c++) {
+          const float gradient = lane + 32 * c < d ? dO_smem[row * d + lane + 32 * c] : 0.f;
+          const float query = lane + 32 * c < d ? Q_smem[row * d + lane + 32 * c] : 0.f;
+          for (int r = 0; r < keys; r++) {
+            dV_reg[r][c] += P_smem[row * Bc + warp * keys + r] * gradient;   // 12: + P_ij^T dO_i
+            dK_reg[r][c] += dS_smem[row * Bc + warp * keys + r] * query;     // 16: + dS_ij^T Q_i
+          }
+        }
+      }
+    }                                                                    // 17
+  }
+
+  float* dK = p.dK.head(b, h_kv);
+  float* dV = p.dV.head(b, h_kv);
+  for (int r = 0; r < keys; r++) {                                       // 18
+    const int col = j * Bc + warp * keys + r;
+    if (col >= p.N_k) continue;
+    for (int c = 0; c < dims; c++) {
+      const int k = lane + 32 * c;
+      if (k >= d) continue;
+      dK[col * p.dK.stride_n + k] = p.scale * dK_reg[r][c];
+      dV[col * p.dV.stride_n + k] = dV_reg[r][c];
+    }
+  }
+}
+
+// dQ. One block per tile of Q: lines 9 to 15 with the loops the other way round.
+__global__ void __launch_bounds__(threads, 2) dQ_kernel(BwdParams p, const float* D) {
+  const int Tr = ceil_div(p.N_q, Br);
+  const int i = blockIdx.x % Tr, bh = blockIdx.x / Tr;
+  const int b = bh / p.H, h = bh % p.H, h_kv = h / (p.H / p.H_kv);
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const int64_t first_row = (int64_t)bh * p.N_q;
+  float* dQ = p.dQ.head(b, h);
+
+  extern __shared__ float smem[];
+  float* K_smem = smem;                   // Bc x d, rows d + 1 apart
+  float* V_smem = K_smem + Bc * (d + 1);  // Bc x d, rows d + 1 apart
+  float* Q_smem = V_smem + Bc * (d + 1);  // Br x d
+  float* dO_smem = Q_smem + Br * d;       // Br x d
+  float* dS_smem = dO_smem + Br * d;      // Br x Bc
+  load_tile(Q_smem, d, p.Q.head(b, h), p.Q.stride_n, i * Br, Br, p.N_q);            // 9
+  load_tile(dO_smem, d, p.dO.head(b, h), p.dO.stride_n, i * Br, Br, p.N_q);
+
+  float dQ_reg[rows][dims] = {};
+
+  // causal: row q sees q + 1 + diagonal keys, and the tile's last row is (i + 1) * Br - 1
+  const int seen = CAUSAL ? min(p.N_k, (i + 1) * Br + p.diagonal) : p.N_k;
+  for (int j = 0; j * Bc < seen; j++) {
+    __syncthreads();                      // all are done with the last tiles, which are now overwritten
+    load_tile(K_smem, d + 1, p.K.head(b, h_kv), p.K.stride_n, j * Bc, Bc, p.N_k);   // 6
+    load_tile(V_smem, d + 1, p.V.head(b, h_kv), p.V.stride_n, j * Bc, Bc, p.N_k);
+    __syncthreads();                      // nobody reads before everybody has written
+
+    float S_reg[rows][cols] = {}, dP_reg[rows][cols] = {};
+    for (int k = 0; k < d; k++) {
+      for (int c = 0; c < cols; c++) {
+        const float key = K_smem[(lane + 32 * c) * (d + 1) + k];         // a key per lane; Q: all the same
+        const float value = V_smem[(lane + 32 * c) * (d + 1) + k];
+        for (int r = 0; r < rows; r++) {
+          S_reg[r][c] += Q_smem[(warp * rows + r) * d + k] * key;        // 10: S_ij = Q_i K_j^T
+          dP_reg[r][c] += dO_smem[(warp * rows + r) * d + k] * value;    // 13: dP_ij = dO_i V_j^T
+        }
+      }
+    }
+
+    for (int r = 0; r < rows; r++) {
+      const int row = i * Br + warp * rows + r;
+      const float L = row < p.N_q ? p.L[first_row + row] : 0.f;          // 9
+      const float D_row = row < p.N_q ? D[first_row + row] : 0.f;
+      for (int c = 0; c < cols; c++) {
+        const int col = j * Bc + lane + 32 * c;
+        const bool visible = row < p.N_q && col < p.N_k && (!CAUSAL || col <= row + p.diagonal);
+        const float P = visible ? expf(p.scale * S_reg[r][c] - L) : 0.f;            // 11
+        dS_smem[(warp * rows + r) * Bc + lane + 32 * c] = P * (dP_reg[r][c] - D_row);     // 14
+      }
+    }
+    __syncwarp();                         // a warp reads only the rows of dS that it wrote itself
+
+    for (int col = 0; col < Bc; col++) {                                 // 15: + dS_ij K_j
+      for (int c = 0; c < dims; c++) {
+        const float key = lane + 32 * c < d ? K_smem[col * (d + 1) + lane + 32 * c] : 0.f;
+        for (int r = 0; r < rows; r++) dQ_reg[r][c] += dS_smem[(warp * rows + r) * Bc + col] * key;
+      }
+    }
+  }
+
+  for (int r = 0; r < rows; r++) {
+    const int row = i * Br + warp * rows + r;
+    if (row >= p.N_q) continue;
+    for (int c = 0; c < dims; c++) {
+      const int k = lane + 32 * c;
+      if (k < d) dQ[row * p.dQ.stride_n + k] = p.scale * dQ_reg[r][c];
+    }
+  }
+}
+
+size_t workspace_bytes(const BwdParams& p) { return sizeof(float) * p.B * p.H * p.N_q; }   // D
+
+cudaError_t launch(const BwdParams& p, cudaStream_t stream) {
+  float* D = static_cast<float*>(p.workspace);
+  D_kernel<<<ceil_div((int64_t)p.B * p.H * p.N_q, warps), threads, 0, stream>>>(p, D);
+  const size_t bytes = 2 * sizeof(float) * (Br * d + Bc * (d + 1) + Br * Bc);
+  allow_shared_memory(dKV_kernel, bytes);
+  dKV_kernel<<<p.B * p.H_kv * ceil_div(p.N_k, Bc), threads, bytes, stream>>>(p, D);
+  allow_shared_memory(dQ_kernel, bytes);  // of which it leaves the last Br x Bc floats: it keeps no P
+  dQ_kernel<<<p.B * p.H * ceil_div(p.N_q, Br), threads, bytes, stream>>>(p, D);
+  return cudaGetLastError();
+}

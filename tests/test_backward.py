@@ -1,0 +1,309 @@
+"""Every backward stage, over the grid of test_forward.py, against float64. New stages join by being in
+stages/."""
+
+import math
+import random
+
+import pytest
+import torch
+from conftest import (
+    check_gradients,
+    max_error,
+    poisoned,
+    qkv_with_gaps,
+    random_gradients,
+    random_qkv,
+    reference,
+    tile_sizes,
+    with_gaps,
+)
+from test_forward import GRID
+
+import flash
+from jit import registry
+
+STAGES = flash.stages("bwd")
+BY_NAME = {s.name: s for s in STAGES}
+# (stage, whether it is asked to be deterministic)
+KERNELS = [(s.name, wanted) for s in STAGES for wanted in (False, True)[:1 + s.deterministic_on_request]]
+DETERMINISTIC = [(s.name, s.deterministic_on_request) for s in STAGES if s.can_be_deterministic]
+ATOMIC = [(s.name, False) for s in STAGES if not s.deterministic]
+
+
+def name_of(kernel):
+    return kernel[0] + "-deterministic" * kernel[1]
+
+
+every_kernel = pytest.mark.parametrize("kernel", KERNELS, ids=name_of)
+
+
+def diagonal_of(mask, q, k):
+    return {None: None, "top": 0, "bottom": k.shape[2] - q.shape[2]}[mask]
+
+
+def run(kernel, q, k, v, do, diagonal=None, scale=None, dlse=None, **tiles):
+    """(dq, dk, dv), from outputs that start as NaN. O and L are float64's, rounded."""
+    name, wanted = kernel
+    o, lse = reference(q.double(), k.double(), v.double(), diagonal, scale)
+    with poisoned():
+        return flash._backward(q, k, v, o.to(q.dtype), lse.float(), do, dlse, diagonal, scale,
+                               *flash._choose(name, q, "bwd", wanted, **tiles), wanted)
+
+
+def assert_equal(first, second):
+    assert all(torch.equal(x, y) for x, y in zip(first, second, strict=True))
+
+
+@pytest.mark.parametrize("case", GRID, ids=lambda c: "-".join(map(str, c)))
+@every_kernel
+def test_grid(kernel, case, device):
+    """With dL and without. A row that sees no key, a key that no row sees: exactly 0."""
+    *shape, mask = case
+    q, k, v = random_qkv(*shape, device)
+    do, dlse = random_gradients(q)
+    diagonal = diagonal_of(mask, q, k)
+    for options in ((diagonal, None, None), (diagonal, None, dlse)):
+        dq, dk, dv = run(kernel, q, k, v, do, *options)
+        check_gradients((dq, dk, dv), q, k, v, do, *options)
+        if mask:
+            last_seen = q.shape[2] - 1 + diagonal
+            assert all((x == 0).all() for x in (dq[:, :, :max(-diagonal, 0)], dk[:, :, last_seen + 1:],
+                                                dv[:, :, last_seen + 1:]))
+
+
+@every_kernel
+def test_random_shapes(kernel, device):
+    """Shapes that nobody chose."""
+    rng = random.Random(KERNELS.index(kernel))
+    for seed in range(12):
+        H_kv = rng.choice([1, 2, 3])
+        heads = H_kv * rng.randint(1, 3)
+        q, k, v = random_qkv(rng.randint(1, 2), heads, H_kv, rng.randint(1, 140), rng.randint(1, 140), 32,
+                             device, seed=seed)
+        do, dlse = random_gradients(q, seed)
+        options = diagonal_of(rng.choice([None, "bottom", "top"]), q, k), None, rng.choice([None, dlse])
+        check_gradients(run(kernel, q, k, v, do, *options), q, k, v, do, *options)
+
+
+@every_kernel
+def test_strides(kernel, device):
+    """Heads behind rows, as projections leave them, and one k for all heads; the gradients are laid out so,
+    too. Then gaps of NaN, others in each tensor."""
+    q, k, v = (x.transpose(1, 2) for x in random_qkv(2, 50, 50, 6, 6, 32, device))
+    do = random_gradients(q.transpose(1, 2))[0].transpose(1, 2)
+    gradients = run(kernel, q, k, v, do)
+    check_gradients(gradients, q, k, v, do)
+    assert all(x.stride() == q.stride() for x in gradients)
+
+    q, k, v = random_qkv(2, 3, 1, 50, 50, 32, device)
+    k, v = k.expand(2, 3, 50, 32), v.expand(2, 3, 50, 32)
+    do, dlse = random_gradients(q)
+    check_gradients(run(kernel, q, k, v, do, 3, None, dlse), q, k, v, do, 3, None, dlse)
+
+    q, k, v, diagonal = qkv_with_gaps(device)
+    do, dlse = random_gradients(q)
+    do = with_gaps(do, 4)
+    assert len({x.stride() for x in (q, k, v, do)}) == 4
+    options = diagonal, None, dlse
+    check_gradients(run(kernel, q, k, v, do, *options), q, k, v, do, *options)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU; test_checker.py looks at the grids")
+@every_kernel
+def test_many_heads(kernel):
+    """B * H above 65535, the limit of a grid's y and z."""
+    q, k, v = random_qkv(65536, 1, 1, 1, 2, 8, "cuda")
+    do, _ = random_gradients(q)
+    check_gradients(run(kernel, q, k, v, do), q, k, v, do)
+
+
+@every_kernel
+def test_scale_and_large_scores(kernel, device):
+    """Scores of some +-1000, where P is 0 or 1 nearly everywhere; and a negative and a zero scale."""
+    q, k, v = random_qkv(1, 2, 2, 70, 90, 64, device)
+    do, dlse = random_gradients(q)
+    for scale in (30.0, -0.2, 0.0):
+        gradients = run(kernel, q, k, v, do, 20, scale, dlse)
+        check_gradients(gradients, q, k, v, do, 20, scale, dlse)
+    assert (gradients[0] == 0).all() and (gradients[1] == 0).all(), "O does not depend on the scores"
+
+
+@every_kernel
+def test_far_below_zero(kernel, device):
+    """L below -88: then e^(0 - L), of a key of zeros past the end, is infinite, and times 0 it is NaN."""
+    q, k, v = random_qkv(1, 2, 1, 70, 90, 64, device)
+    q, k = q + 5, k - 5
+    do, dlse = random_gradients(q)
+    assert reference(q, k, v)[1].max() < -88
+    check_gradients(run(kernel, q, k, v, do, None, None, dlse), q, k, v, do, None, None, dlse)
+
+
+@every_kernel
+def test_rows_that_see_no_key(kernel, device):
+    """Their gradients are exactly 0, and what is in dL there, where L is -inf, goes nowhere."""
+    q, k, v = random_qkv(1, 2, 1, 60, 40, 32, device)
+    do, dlse = random_gradients(q)
+    expected = run(kernel, q, k, v, do, -20, None, dlse)
+    assert (expected[0][:, :, :20] == 0).all() and (expected[0][:, :, 20:] != 0).any(-1).all()
+    for value in (-math.inf, math.nan):
+        dlse[:, :, :20] = value
+        gradients = run(kernel, q, k, v, do, -20, None, dlse)
+        assert (gradients[0][:, :, :20] == 0).all()
+        check_gradients(gradients, q, k, v, do, -20, None, dlse)
+    for x in run(kernel, q, k, v, do, -60, None, dlse):   # nobody sees anything
+        assert (x == 0).all()
+
+
+@pytest.mark.parametrize("what", ["q", "do"])
+@every_kernel
+def test_nan_stays_where_it_belongs(kernel, what, device):
+    """A NaN in a row of Q or dO: in that row of dQ, and in dK and dV of its key head. Nowhere else."""
+    q, k, v = random_qkv(2, 4, 2, 40, 40, 32, device)
+    do, _ = random_gradients(q)
+    o, lse = reference(q, k, v)
+    {"q": q, "do": do}[what][1, 2, 7, 3] = math.nan
+    if what == "q":
+        o[1, 2, 7], lse[1, 2, 7] = math.nan, math.nan
+    with poisoned():
+        dq, dk, dv = flash._backward(q, k, v, o, lse, do, None, None, None,
+                                     *flash._choose(kernel[0], q, "bwd"), kernel[1])
+    assert dq[1, 2, 7].isnan().all() and dk[1, 1].isnan().any() and dv[1, 1].isnan().any()
+    dq[1, 2, 7], dk[1, 1], dv[1, 1] = 0, 0, 0
+    assert not any(x.isnan().any() for x in (dq, dk, dv))
+
+
+@pytest.mark.parametrize("kernel", KERNELS, ids=name_of)
+def test_nan_in_a_key_that_no_row_sees(kernel, device):
+    """It has no gradient, nor have its neighbours a wrong one: also where a tile ends past the last row."""
+    q, k, v = random_qkv(1, 2, 1, 40, 50, 32, device)
+    do, _ = random_gradients(q)
+    o, lse = reference(q, k, v, 0)
+    k[0, 0, 45, 3] = math.nan
+    with poisoned():
+        _, dk, dv = flash._backward(q, k, v, o, lse, do, None, 0, None, *flash._choose(kernel[0], q, "bwd"),
+                                    kernel[1])
+    assert (dk[0, 0, 40:] == 0).all() and (dv[0, 0, 40:] == 0).all()
+    assert not dk.isnan().any() and not dv.isnan().any()
+
+
+@pytest.mark.parametrize("kernel", DETERMINISTIC, ids=name_of)
+def test_bit_identical_every_run(kernel, device, monkeypatch):
+    """Over repetitions, and in the simulator also over the order in which threads and blocks run."""
+    q, k, v = random_qkv(1, 4, 2, 70, 100, 32, device)
+    do, dlse = random_gradients(q)
+    first = run(kernel, q, k, v, do, 30, None, dlse)
+    for seed in range(3):
+        monkeypatch.setenv("FLASH_SIM_SEED", str(seed))
+        monkeypatch.setenv("FLASH_SIM_THREADS", str(seed + 1))
+        assert_equal(run(kernel, q, k, v, do, 30, None, dlse), first)
+
+
+@pytest.mark.parametrize("kernel", ATOMIC, ids=name_of)
+def test_atomics_only_where_the_header_says_so(kernel, monkeypatch):
+    """dQ depends on the order of the blocks, so "deterministic: no" is no idle warning; dK and dV do not."""
+    q, k, v = random_qkv(1, 4, 2, 70, 200, 32, "cpu")
+    do, _ = random_gradients(q)
+    runs = []
+    for seed in range(4):
+        monkeypatch.setenv("FLASH_SIM_SEED", str(seed))
+        runs.append(run(kernel, q, k, v, do))
+    assert any(not torch.equal(dq, runs[0][0]) for dq, _, _ in runs)
+    for gradients in runs:
+        assert_equal(gradients[1:], runs[0][1:])
+
+
+@pytest.mark.parametrize("kernel", DETERMINISTIC, ids=name_of)
+def test_bits_do_not_depend_on_the_batch(kernel, device):
+    """A sample gives the same bits alone and as the first or the last of four."""
+    q, k, v = random_qkv(4, 4, 2, 70, 70, 32, device)
+    do, dlse = random_gradients(q)
+    q[3], k[3], v[3], do[3], dlse[3] = q[0], k[0], v[0], do[0], dlse[0]
+    alone = run(kernel, *(x[:1] for x in (q, k, v, do)), 0, None, dlse[:1])
+    together = run(kernel, q, k, v, do, 0, None, dlse)
+    for b in (0, 3):
+        assert_equal([x[b:b + 1] for x in together], alone)
+
+
+@pytest.mark.parametrize("mask", [None, "top", "bottom"])
+@every_kernel
+def test_directional_derivative(kernel, mask, device):
+    """What the loss does when q, k or v moves a little, by the forward pass alone: without autograd."""
+    q, k, v = random_qkv(1, 2, 1, 5, 7, 32, device)
+    do, dlse = random_gradients(q)
+    diagonal = diagonal_of(mask, q, k)
+    gradients = run(kernel, q, k, v, do, diagonal, None, dlse)
+
+    def loss(step):
+        o, lse = reference(*(x.double() + step * u for x, u in zip((q, k, v), direction)), diagonal)
+        return ((o * do).sum() + (lse * dlse).sum()).item()
+
+    for moved in range(3):  # q alone, k alone, v alone
+        direction = [torch.zeros_like(x, dtype=torch.float64) for x in (q, k, v)]
+        direction[moved] = torch.randn(direction[moved].shape, dtype=torch.float64,
+                                       generator=torch.Generator().manual_seed(moved)).to(device)
+        expected = (loss(1e-5) - loss(-1e-5)) / 2e-5
+        found = (gradients[moved].double() * direction[moved]).sum().item()
+        assert abs(expected) > 0.1 and abs(found - expected) < 1e-5 * max(1, abs(expected))
+
+
+@every_kernel
+def test_tile_sizes(kernel, device):
+    """Other tiles, the same result."""
+    q, k, v = random_qkv(1, 2, 1, 75, 90, 64, device)
+    do, _ = random_gradients(q)
+    for tiles in tile_sizes(BY_NAME[kernel[0]], 64):
+        check_gradients(run(kernel, q, k, v, do, 15, **tiles), q, k, v, do, 15)
+
+
+@pytest.mark.parametrize("kernel", KERNELS[1:], ids=name_of)
+def test_as_naive(kernel, device):
+    """From the O and L that a forward stage leaves, as in training: what the plainest stage makes of them."""
+    q, k, v = random_qkv(1, 4, 2, 200, 230, 64, device)
+    do, dlse = random_gradients(q)
+    o, lse = flash._forward(q, k, v, 30, None, *flash._choose(None, q))
+    ours, naive = (flash._backward(q, k, v, o, lse, do, dlse, 30, None,
+                                   *flash._choose(name, q, "bwd"), wanted)
+                   for name, wanted in (kernel, ("naive", False)))
+    for x, y in zip(ours, naive):
+        assert max_error(x, y.double()) < 3e-6 * y.abs().max().item()
+
+
+@pytest.mark.parametrize("stage", [s for s in STAGES if s.shared != "0"], ids=lambda s: s.name)
+def test_header_knows_the_shared_memory(stage, monkeypatch):
+    """The bytes that the kernels ask for: past Python's check, CUDA names the number."""
+    monkeypatch.setattr(flash, "shared_memory_per_block", lambda device: 10**9)
+    sizes = [{"Br": n, "Bc": n} for n in (128, 64)]
+    tiles = next(tiles for tiles in sizes if not stage._tile_problem(256, 10**9, tiles))
+    stated = registry._evaluate(stage.shared, d=256, **tiles)
+    assert stated > 227 * 1024
+    q, k, v = random_qkv(1, 1, 1, 16, 16, 256, "cpu")
+    with pytest.raises(RuntimeError, match=f" {stated} bytes of shared memory a block; at most 232448 are"):
+        run((stage.name, False), q, k, v, q, **tiles)
+
+
+@pytest.mark.parametrize("stage", STAGES, ids=lambda s: s.name)
+def test_default_tiles_shrink_to_fit(stage):
+    """Every d on an H100. Up to stage 3 every d on every GPU since Ampere, too (99 KB a block at least), and
+    up to 192 on a T4 (64 KB)."""
+    for d in range(8, 257, 8):
+        assert stage.tiles(d, 227 * 1024) == stage.default_tiles(d)
+        if stage.number <= 3:
+            assert stage.tiles(d, 99 * 1024) and (d > 192 or stage.tiles(d, 64 * 1024))
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@every_kernel
+def test_runs_on_torchs_stream(kernel):
+    """All kernels of a stage must wait for what the stream does before, and not for other streams."""
+    q, k, v = random_qkv(1, 2, 2, 128, 128, 64, "cuda")
+    do, _ = random_gradients(q)
+    late = torch.zeros_like(do)
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        o, lse = reference(q, k, v)
+        torch.cuda._sleep(100_000_000)
+        late.copy_(do)
+        gradients = flash._backward(q, k, v, o, lse, late, None, None, None,
+                                    *flash._choose(kernel[0], q, "bwd"), kernel[1])
+    stream.synchronize()
+    check_gradients(gradients, q, k, v, do)
