@@ -20,7 +20,7 @@
 //   D_i = sum_k dO_ik O_ik  In naive, D_i = sum_j P_ij dP_ij, which needs all of the row. But
 //                           dP_ij = sum_k dO_ik V_jk, and with the two sums the other way round
 //                             sum_j P_ij sum_k dO_ik V_jk = sum_k dO_ik sum_j P_ij V_jk = sum_k dO_ik O_ik:
-//                           d products of what the forward pass has left.
+//                           d products of what the forward pass has left (common/rowsum.cuh).
 //
 // A block has a tile of K and V, and walks along the tiles of Q and dO. So dK and dV of its keys are sums in
 // registers, as O is in flash2; also over the query heads that read its key head (GQA), one after the other,
@@ -43,13 +43,12 @@
 // Changed from naive: everything but the five products.
 //
 // Bound by shared memory, like flash2: busy 61 % of the time, the multipliers 35 % (H200, B4 H12 N1024 d64
-// causal); and with tiles of K, V,
-// Q, dO, P and dS there are two blocks on a multiprocessor, no more. The atomics hardly count: nobody waits
-// for them, and L2, which carries them out, is busy 5 % of the time.
+// causal); and with tiles of K, V, Q, dO, P and dS there are two blocks on a multiprocessor, no more. The
+// atomics hardly count: nobody waits for them, and L2, which carries them out, is busy 5 % of the time.
 #pragma once
 #include "common/launch.cuh"
+#include "common/rowsum.cuh"
 #include "common/tile.cuh"
-#include "common/warp.cuh"
 
 constexpr int d = HEAD_DIM;
 constexpr int Br = BLOCK_R, Bc = BLOCK_C;
@@ -59,28 +58,7 @@ constexpr int keys = Bc / warps;          // rows of dK and dV per warp
 constexpr int cols = Bc / 32;             // columns of S and dP per lane
 constexpr int dims = (d + 31) / 32;       // columns of dQ, dK and dV per lane
 
-// D = rowsum(dO * O), one row per warp; and dQ = 0. The numbers are the lines of Algorithm 2.
-__global__ void __launch_bounds__(threads) D_kernel(BwdParams p, float* D) {
-  const int64_t at = (int64_t)blockIdx.x * warps + threadIdx.x / 32;     // of B * H * N_q
-  const int lane = threadIdx.x % 32;
-  if (at >= (int64_t)p.B * p.H * p.N_q) return;   // whole warps: the shuffles of the others stay complete
-  const int row = at % p.N_q, h = at / p.N_q % p.H, b = at / p.N_q / p.H;
-  const float* O = p.O.head(b, h) + row * p.O.stride_n;
-  const float* dO = p.dO.head(b, h) + row * p.dO.stride_n;
-  float* dQ = p.dQ.head(b, h) + row * p.dQ.stride_n;
-
-  float sum = 0.f;
-  for (int k = lane; k < d; k += 32) {
-    sum += dO[k] * O[k];                                                 // 4
-    dQ[k] = 0.f;                                                         // 3
-  }
-  sum = warp_sum(sum);
-  if (lane > 0) return;
-  if (p.dL) sum -= p.dL[at];              // P_ij is also the derivative of L_i by S_ij
-  D[at] = p.L[at] == -INFINITY ? 0.f : sum;       // no key seen: P is 0, but dL may be infinite
-}
-
-// One block per tile of K and V.
+// One block per tile of K and V. The numbers are the lines of Algorithm 2.
 __global__ void __launch_bounds__(threads, 2) recompute_kernel(BwdParams p, const float* D) {
   const int Tr = ceil_div(p.N_q, Br), Tc = ceil_div(p.N_k, Bc);          // 1, 2
   const int j = blockIdx.x % Tc, bh = blockIdx.x / Tc;                   // 5
@@ -183,7 +161,7 @@ size_t workspace_bytes(const BwdParams& p) { return sizeof(float) * p.B * p.H * 
 
 cudaError_t launch(const BwdParams& p, cudaStream_t stream) {
   float* D = static_cast<float*>(p.workspace);
-  D_kernel<<<ceil_div((int64_t)p.B * p.H * p.N_q, warps), threads, 0, stream>>>(p, D);
+  launch_D_kernel(p, D, true, stream);
   const size_t bytes = 2 * sizeof(float) * (Br * d + Bc * (d + 1) + Br * Bc);
   allow_shared_memory(recompute_kernel, bytes);
   recompute_kernel<<<p.B * p.H_kv * ceil_div(p.N_k, Bc), threads, bytes, stream>>>(p, D);

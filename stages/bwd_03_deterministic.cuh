@@ -24,15 +24,15 @@
 // dQ_kernel, Q, dO and dQ once, K and V Tr times; L and D Tc times in each; before them, O, dO and L are read
 // and D is made. Causal: about half of the Tc and Tr times.
 //
-// Changed from recompute: its kernel loses dQ (line 15 of Algorithm 2; and line 3 in D_kernel). dQ_kernel is
+// Changed from recompute: its kernel loses dQ (line 15 of Algorithm 2; and line 3, before it). dQ_kernel is
 // new, made of lines that are known.
 //
 // Bound by shared memory, as recompute is. The fifth product and its atomics cost that one a fifth of its
 // time; here dQ_kernel, with three products, takes as long as dKV_kernel with four.
 #pragma once
 #include "common/launch.cuh"
+#include "common/rowsum.cuh"
 #include "common/tile.cuh"
-#include "common/warp.cuh"
 
 constexpr int d = HEAD_DIM;
 constexpr int Br = BLOCK_R, Bc = BLOCK_C;
@@ -42,24 +42,7 @@ constexpr int keys = Bc / warps;          // rows of dK and dV per warp
 constexpr int cols = Bc / 32;             // columns of S and dP per lane
 constexpr int dims = (d + 31) / 32;       // columns of dQ, dK and dV per lane
 
-// D = rowsum(dO * O), one row per warp. The numbers are the lines of Algorithm 2.
-__global__ void __launch_bounds__(threads) D_kernel(BwdParams p, float* D) {
-  const int64_t at = (int64_t)blockIdx.x * warps + threadIdx.x / 32;     // of B * H * N_q
-  const int lane = threadIdx.x % 32;
-  if (at >= (int64_t)p.B * p.H * p.N_q) return;   // whole warps: the shuffles of the others stay complete
-  const int row = at % p.N_q, h = at / p.N_q % p.H, b = at / p.N_q / p.H;
-  const float* O = p.O.head(b, h) + row * p.O.stride_n;
-  const float* dO = p.dO.head(b, h) + row * p.dO.stride_n;
-
-  float sum = 0.f;
-  for (int k = lane; k < d; k += 32) sum += dO[k] * O[k];                // 4
-  sum = warp_sum(sum);
-  if (lane > 0) return;
-  if (p.dL) sum -= p.dL[at];              // P_ij is also the derivative of L_i by S_ij
-  D[at] = p.L[at] == -INFINITY ? 0.f : sum;       // no key seen: P is 0, but dL may be infinite
-}
-
-// dK and dV. One block per tile of K and V.
+// dK and dV. One block per tile of K and V. The numbers are the lines of Algorithm 2.
 __global__ void __launch_bounds__(threads, 2) dKV_kernel(BwdParams p, const float* D) {
   const int Tr = ceil_div(p.N_q, Br), Tc = ceil_div(p.N_k, Bc);          // 1, 2
   const int j = blockIdx.x % Tc, bh = blockIdx.x / Tc;                   // 5
@@ -216,7 +199,7 @@ size_t workspace_bytes(const BwdParams& p) { return sizeof(float) * p.B * p.H * 
 
 cudaError_t launch(const BwdParams& p, cudaStream_t stream) {
   float* D = static_cast<float*>(p.workspace);
-  D_kernel<<<ceil_div((int64_t)p.B * p.H * p.N_q, warps), threads, 0, stream>>>(p, D);
+  launch_D_kernel(p, D, false, stream);
   const size_t bytes = 2 * sizeof(float) * (Br * d + Bc * (d + 1) + Br * Bc);
   allow_shared_memory(dKV_kernel, bytes);
   dKV_kernel<<<p.B * p.H_kv * ceil_div(p.N_k, Bc), threads, bytes, stream>>>(p, D);

@@ -43,8 +43,8 @@
 // the time, issue slots 72 %, shared memory 50 %, HBM 4 % (H200, B4 H12 N1024 d64 causal).
 #pragma once
 #include "common/launch.cuh"
+#include "common/rowsum.cuh"
 #include "common/vector.cuh"
-#include "common/warp.cuh"
 
 constexpr int d = HEAD_DIM;
 constexpr int Br = BLOCK_R, Bc = BLOCK_C;
@@ -119,28 +119,7 @@ __device__ __forceinline__ void atomic_add4(float* to, float x, float y, float z
 #endif
 }
 
-// D = rowsum(dO * O), one row per warp; and dQ = 0. The numbers are the lines of Algorithm 2.
-__global__ void __launch_bounds__(256) D_kernel(BwdParams p, float* D) {
-  const int64_t at = (int64_t)blockIdx.x * 8 + threadIdx.x / 32;         // of B * H * N_q
-  const int lane = threadIdx.x % 32;
-  if (at >= (int64_t)p.B * p.H * p.N_q) return;   // whole warps: the shuffles of the others stay complete
-  const int row = at % p.N_q, h = at / p.N_q % p.H, b = at / p.N_q / p.H;
-  const float* O = p.O.head(b, h) + row * p.O.stride_n;
-  const float* dO = p.dO.head(b, h) + row * p.dO.stride_n;
-  float* dQ = p.dQ.head(b, h) + row * p.dQ.stride_n;
-
-  float sum = 0.f;
-  for (int k = lane; k < d; k += 32) {
-    sum += dO[k] * O[k];                                                 // 4
-    dQ[k] = 0.f;                                                         // 3
-  }
-  sum = warp_sum(sum);
-  if (lane > 0) return;
-  if (p.dL) sum -= p.dL[at];              // P_ij is also the derivative of L_i by S_ij
-  D[at] = p.L[at] == -INFINITY ? 0.f : sum;       // no key seen: P is 0, but dL may be infinite
-}
-
-// One block per tile of K and V.
+// One block per tile of K and V. The numbers are the lines of Algorithm 2.
 __global__ void __launch_bounds__(threads, blocks) vectorized_kernel(BwdParams p, const float* D) {
   const int Tr = ceil_div(p.N_q, Br), Tc = ceil_div(p.N_k, Bc), heads = p.B * p.H_kv;     // 1, 2
   const int j = CAUSAL ? blockIdx.x / heads : blockIdx.x % Tc;           // 5; causal: most rows see j = 0
@@ -323,7 +302,7 @@ size_t workspace_bytes(const BwdParams& p) { return sizeof(float) * p.B * p.H * 
 
 cudaError_t launch(const BwdParams& p, cudaStream_t stream) {
   float* D = static_cast<float*>(p.workspace);
-  D_kernel<<<ceil_div((int64_t)p.B * p.H * p.N_q, 8), 256, 0, stream>>>(p, D);
+  launch_D_kernel(p, D, true, stream);
   const size_t bytes = sizeof(float) * (Bc * (width + 2 * d) + 2 * Br * (width + Bc));
   allow_shared_memory(vectorized_kernel, bytes);
   vectorized_kernel<<<p.B * p.H_kv * ceil_div(p.N_k, Bc), threads, bytes, stream>>>(p, D);

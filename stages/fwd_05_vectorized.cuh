@@ -101,8 +101,8 @@ __device__ __forceinline__ void put_V(float* V_smem, const Pieces& next) {
   }
 }
 
-// Column x of row col of P_smem is at x ^ P_swap(col): a warp stores 4 columns of 8 rows at a time, and the 8
-// float4s of a quarter of it are to fall into different banks.
+// Column c of row x of P_smem is at c ^ P_swap(x), so that the 8 float4s which a quarter of a warp stores at
+// a time, two in each of four rows, fall into different banks.
 __device__ __forceinline__ int P_swap(int x) { return x % 4 * 8; }
 
 // Over the 8 lanes that share a row, which differ in the bits 0, 2 and 3 (lane8)
@@ -116,9 +116,10 @@ __device__ __forceinline__ float sum_of_8(float x) {
   return x;
 }
 
+// One block per tile of Q. The numbers are the lines of Algorithm 1.
 __global__ void __launch_bounds__(threads, blocks) vectorized_kernel(FwdParams p) {
-  const int Tr = ceil_div(p.N_q, Br), heads = p.B * p.H;
-  const int i = CAUSAL ? Tr - 1 - blockIdx.x / heads : blockIdx.x % Tr;
+  const int Tr = ceil_div(p.N_q, Br), heads = p.B * p.H;                 // 1, 2
+  const int i = CAUSAL ? Tr - 1 - blockIdx.x / heads : blockIdx.x % Tr;  // 3; causal: the last sees most keys
   const int bh = CAUSAL ? blockIdx.x % heads : blockIdx.x / Tr;
   const int b = bh / p.H, h = bh % p.H, h_kv = h / (p.H / p.H_kv);
   // Rows and columns come in fours; first_row and first_col are where this thread's first four start.
@@ -136,7 +137,7 @@ __global__ void __launch_bounds__(threads, blocks) vectorized_kernel(FwdParams p
   const float* V = p.V.head(b, h_kv);
 
   const float scale = p.scale * LOG2_E;   // into Q at once: e^x = 2^(x log2(e))
-  for (int n = 0; n < Br * width / 4 / threads; n++) {
+  for (int n = 0; n < Br * width / 4 / threads; n++) {                   // 4
     const int2 at = place<2>(n, Br);
     if (4 * at.y >= d) continue;
     float4 x = make_float4(0.f, 0.f, 0.f, 0.f);
@@ -148,7 +149,7 @@ __global__ void __launch_bounds__(threads, blocks) vectorized_kernel(FwdParams p
   put_K(K_smem, next);
   __syncthreads();
 
-  float O_reg[rows][dims] = {}, m[rows], l[rows];
+  float O_reg[rows][dims] = {}, m[rows], l[rows];                        // 5
   #pragma unroll
   for (int r = 0; r < rows; r++) {
     m[r] = -INFINITY;
@@ -156,8 +157,8 @@ __global__ void __launch_bounds__(threads, blocks) vectorized_kernel(FwdParams p
   }
 
   const int keys = CAUSAL ? min(p.N_k, (i + 1) * Br + p.diagonal) : p.N_k;
-  for (int j = 0; j * Bc < keys; j++) {
-    float S_reg[rows][cols] = {};
+  for (int j = 0; j * Bc < keys; j++) {                                  // 6
+    float S_reg[rows][cols] = {};                                        // 8: S_ij = Q_i K_j^T
     const float* Q_at = Q_smem;
     const float* K_at = K_smem;
     #pragma unroll (unroll_S)
@@ -186,7 +187,7 @@ __global__ void __launch_bounds__(threads, blocks) vectorized_kernel(FwdParams p
     }
 
     #pragma unroll
-    for (int r = 0; r < rows; r++) {
+    for (int r = 0; r < rows; r++) {                                     // 9
       float m_new = m[r];
       #pragma unroll
       for (int c = 0; c < cols; c++) m_new = fmaxf(m_new, S_reg[r][c]);
@@ -201,10 +202,12 @@ __global__ void __launch_bounds__(threads, blocks) vectorized_kernel(FwdParams p
         l[r] += S_reg[r][c];
       }
       #pragma unroll
-      for (int c = 0; c < dims; c++) O_reg[r][c] *= alpha;
+      for (int c = 0; c < dims; c++) O_reg[r][c] *= alpha;               // 10: e^(m - m_new) O
     }
     #pragma unroll
     for (int c = 0; c < cols; c++) {
+      // The row of P_smem for key col_of(c). It is not col_of(c) itself: like this, x % 4 is known when the
+      // loop over x below is unrolled, and with it P_swap(x).
       const int x = lane8() + c % 4 * 8 + c / 4 * 32;
       #pragma unroll
       for (int r = 0; r < rows; r += 4) {
@@ -213,7 +216,7 @@ __global__ void __launch_bounds__(threads, blocks) vectorized_kernel(FwdParams p
       }
     }
 
-    fetch<8>(next, V, p.V.stride_n, p.N_k - j * Bc);
+    fetch<8>(next, V, p.V.stride_n, p.N_k - j * Bc);                     // 7
     put_V(V_smem, next);
     __syncthreads();                      // V_j is there; and all are done with K_j
     K += Bc * p.K.stride_n;
@@ -222,7 +225,7 @@ __global__ void __launch_bounds__(threads, blocks) vectorized_kernel(FwdParams p
 
     const float* P_at = P_smem;
     #pragma unroll (unroll_P)
-    for (int y = 0; y < Bc / 8; y++) {
+    for (int y = 0; y < Bc / 8; y++) {                                   // 10: + P~_ij V_j
       #pragma unroll
       for (int x = 0; x < 8; x++) {       // row 8 * y + x of P_smem is that of this key:
         const int col = 4 * x + y % 4 + y / 4 * 32;
@@ -237,7 +240,7 @@ __global__ void __launch_bounds__(threads, blocks) vectorized_kernel(FwdParams p
     if (!ahead) fetch<2>(next, K, p.K.stride_n, p.N_k - (j + 1) * Bc);
     put_K(K_smem, next);
     __syncthreads();                      // K_j+1 is there; and all are done with V_j
-  }
+  }                                                                      // 11
 
   float* O = p.O.head(bh / p.H, bh % p.H);
   #pragma unroll
@@ -247,13 +250,13 @@ __global__ void __launch_bounds__(threads, blocks) vectorized_kernel(FwdParams p
     if (row >= p.N_q) continue;
     const float factor = l[r] == 0.f ? 0.f : 1.f / l[r];
     #pragma unroll
-    for (int c = 0; c < dims; c += 4) {
+    for (int c = 0; c < dims; c += 4) {                                  // 12, 14
       const int k = col_of(c);
       if (k >= d) continue;
       store4(O + row * p.O.stride_n + k, factor * O_reg[r][c], factor * O_reg[r][c + 1],
              factor * O_reg[r][c + 2], factor * O_reg[r][c + 3]);
     }
-    if (first_col == 0)
+    if (first_col == 0)                                                  // 13, 15
       p.L[(int64_t)bh * p.N_q + row] = l[r] == 0.f ? -INFINITY : LN_2 * (m[r] + log2f(l[r]));
   }
 }

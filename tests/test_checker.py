@@ -425,6 +425,24 @@ def test_requests_as_measured():
         assert ours["shared read requests"] >= row["gpu"]["shared read requests"]
 
 
+@pytest.mark.parametrize("stage", ["recompute", "deterministic", "vectorized"])
+def test_backward_requests_as_measured(stage):
+    """The same of a backward stage. (An H200 adds four numbers at a time, where the simulator adds four
+    times; so its atomics are left out. naive would take minutes.)"""
+    measured = json.loads((flash.ROOT / "results" / "h200" / "counts_bwd.json").read_text())
+    assert {row["stage"] for row in measured["kernels"]} == set(BACKWARD)
+    q, k, v = (x.requires_grad_() for x in random_qkv(1, 2, 2, 512, 512, 64, "cpu"))
+    o = flash.attention(q, k, v, backward=stage)
+    with flash.inspect() as report:
+        torch.autograd.grad(o, (q, k, v), torch.randn(o.shape))
+    kernels = [row for row in measured["kernels"] if row["stage"] == stage]
+    assert [row["kernel"] for row in kernels] == [kernel.name for kernel in report.kernels]
+    for row in kernels:
+        for what, count in counts.simulated(report, row["kernel"]).items():
+            if re.match("HBM (read|write)|shared write", what):
+                assert count == row["gpu"][what], (row["kernel"], what)
+
+
 @pytest.mark.parametrize("stage", flash.stages(), ids=lambda s: s.path.stem)
 def test_no_bank_conflicts(stage):
     """No stage has any at d = 64: each access takes the least wavefronts that its size allows."""

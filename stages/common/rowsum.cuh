@@ -1,0 +1,32 @@
+// D = rowsum(dO * O). Introduced by: backward stage 2, recompute, whose header says why.
+#pragma once
+#include "warp.cuh"
+
+constexpr int D_rows = 8;                 // of a block, one per warp
+
+// With clear_dQ the rows of dQ become 0, for kernels that add to them. (dQ may have gaps between its rows, so
+// cudaMemset would not do.) The numbers are the lines of FlashAttention-2's Algorithm 2.
+__global__ void __launch_bounds__(32 * D_rows) D_kernel(BwdParams p, float* D, bool clear_dQ) {
+  const int64_t at = (int64_t)blockIdx.x * D_rows + threadIdx.x / 32;    // of B * H * N_q
+  const int lane = threadIdx.x % 32;
+  if (at >= (int64_t)p.B * p.H * p.N_q) return;   // whole warps: the shuffles of the others stay complete
+  const int row = at % p.N_q, h = at / p.N_q % p.H, b = at / p.N_q / p.H;
+  const float* O = p.O.head(b, h) + row * p.O.stride_n;
+  const float* dO = p.dO.head(b, h) + row * p.dO.stride_n;
+  float* dQ = p.dQ.head(b, h) + row * p.dQ.stride_n;
+
+  float sum = 0.f;
+  for (int k = lane; k < HEAD_DIM; k += 32) {
+    sum += dO[k] * O[k];                                                 // 4
+    if (clear_dQ) dQ[k] = 0.f;                                           // 3
+  }
+  sum = warp_sum(sum);
+  if (lane > 0) return;
+  if (p.dL) sum -= p.dL[at];              // P_ij is also the derivative of L_i by S_ij
+  D[at] = p.L[at] == -INFINITY ? 0.f : sum;       // no key seen: P is 0, but dL may be infinite
+}
+
+void launch_D_kernel(const BwdParams& p, float* D, bool clear_dQ, cudaStream_t stream) {
+  const int64_t all_rows = (int64_t)p.B * p.H * p.N_q;
+  D_kernel<<<ceil_div(all_rows, D_rows), 32 * D_rows, 0, stream>>>(p, D, clear_dQ);
+}
