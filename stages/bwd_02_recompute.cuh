@@ -161,7 +161,7 @@ size_t workspace_bytes(const BwdParams& p) { return sizeof(float) * p.B * p.H * 
 
 cudaError_t launch(const BwdParams& p, cudaStream_t stream) {
   float* D = static_cast<float*>(p.workspace);
-  launch_D_kernel(p, D, true, stream);
+  launch_D_kernel(p, D, /*clear_dQ=*/true, stream);
   const size_t bytes = 2 * sizeof(float) * (Br * d + Bc * (d + 1) + Br * Bc);
   allow_shared_memory(recompute_kernel, bytes);
   recompute_kernel<<<p.B * p.H_kv * ceil_div(p.N_k, Bc), threads, bytes, stream>>>(p, D);

@@ -302,7 +302,7 @@ size_t workspace_bytes(const BwdParams& p) { return sizeof(float) * p.B * p.H * 
 
 cudaError_t launch(const BwdParams& p, cudaStream_t stream) {
   float* D = static_cast<float*>(p.workspace);
-  launch_D_kernel(p, D, true, stream);
+  launch_D_kernel(p, D, /*clear_dQ=*/true, stream);
   const size_t bytes = sizeof(float) * (Bc * (width + 2 * d) + 2 * Br * (width + Bc));
   allow_shared_memory(vectorized_kernel, bytes);
   vectorized_kernel<<<p.B * p.H_kv * ceil_div(p.N_k, Bc), threads, bytes, stream>>>(p, D);
