@@ -52,7 +52,7 @@ __all__ = ["BUILD", "DTYPES", "MAX_HEAD_DIM", "ROOT", "STAGES", "Available", "Re
            "shared_memory_per_block", "stages"]
 
 MAX_HEAD_DIM = 256
-ELEMENTS = {torch.float32: "float"}       # the types' names in CUDA
+ELEMENTS = {torch.float32: "float", torch.float16: "__half", torch.bfloat16: "__nv_bfloat16"}   # in CUDA
 
 
 # ------------------------------------------------------------------------------------------ attention

@@ -21,7 +21,8 @@ ROOT = Path(__file__).resolve().parent.parent
 STAGES = ROOT / "stages"
 
 FIELDS = ("idea", "types", "needs", "deterministic", "tiles", "limits", "shared", "workspace", "hbm")
-DTYPES = {"fp32": torch.float32}          # by their name in a stage's header
+# By their name in a stage's header
+DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 MANY = 1 << 62                            # rows of Q, where nobody says how many
 DIRECTIONS = {"fwd": "forward", "bwd": "backward"}
 TENSORS = {"fwd": ("Q", "K", "V", "O", "L"),
@@ -57,7 +58,7 @@ class Stage:
     path: Path
     idea: str = ""
     dtypes: tuple[torch.dtype, ...] = (torch.float32,)
-    needs: str = "any GPU"                  # or the least compute capability, such as sm_80
+    needs: str = "any GPU"                  # or the least compute capability, such as sm_70; bf16: sm_80
     deterministic: bool = True              # bit-identical results every run
     deterministic_on_request: bool = False  # if compiled with -DDETERMINISTIC=1, at a cost
     tile_rules: str = "Br=32 Bc=32"
@@ -73,18 +74,29 @@ class Stage:
     def can_be_deterministic(self) -> bool:
         return self.deterministic or self.deterministic_on_request
 
-    def available(self, device: torch.device | str | None = None) -> Available:
-        """Whether this stage can run on a device (default: the GPU if any, else the CPU), or why not."""
+    def needs_for(self, dtype: torch.dtype | None = None) -> str:
+        """What it needs for a type; None: for the one that needs least."""
+        first, *others = self.needs.split(";")
+        by_type = dict(other.strip().split(": ") for other in others)
+        return next((needed for name, needed in by_type.items() if DTYPES[name] == dtype), first)
+
+    def available(self, device: torch.device | str | None = None,
+                  dtype: torch.dtype | None = None) -> Available:
+        """Whether this stage can run on a device (default: the GPU if any, else the CPU), or why not.
+
+        dtype: of q, k and v; None: some type.
+        """
         device = default_device() if device is None else torch.device(device)
         if device.type == "cpu":
             return Available(simulator.missing_compiler() or "")
         if device.type != "cuda":
             return Available(f"stages run on CUDA and CPU tensors, not on {device.type}")
-        if needed := re.fullmatch(r"sm_(\d+)(\d)a?", self.needs):
+        needs = self.needs_for(dtype)
+        if needed := re.fullmatch(r"sm_(\d+)(\d)a?", needs):
             have = torch.cuda.get_device_capability(device)
-            exact = self.needs.endswith("a")  # sm_90a: its own instructions, which no later one has
+            exact = needs.endswith("a")  # sm_90a: its own instructions, which no later one has
             if (have[0] != int(needed[1])) if exact else have < (int(needed[1]), int(needed[2])):
-                return Available(f"needs {self.needs}; {torch.cuda.get_device_name(device)} has "
+                return Available(f"needs {needs}{f' for {dtype}' * (needs != self.needs)}; {torch.cuda.get_device_name(device)} has "
                                  f"sm_{have[0]}{have[1]}")
         try:
             find_nvcc(torch.version.cuda)
@@ -206,8 +218,10 @@ def _read_stage(path: Path, direction: str, modified: int) -> Stage:
     types = re.split(r",\s*", fields.get("types", "fp32"))
     if unknown := set(types) - set(DTYPES):
         raise ValueError(f"{path}: types: {', '.join(unknown)} not among {', '.join(DTYPES)}")
-    if not re.fullmatch(r"any GPU|sm_\d\d+a?", needs := fields.get("needs", "any GPU")):
-        raise ValueError(f"{path}: needs: {needs!r} is neither 'any GPU' nor a capability, such as sm_80")
+    kind = r"(any GPU|sm_\d\d+a?)"
+    if not re.fullmatch(rf"{kind}(; ({'|'.join(types)}): {kind})*", needs := fields.get("needs", "any GPU")):
+        raise ValueError(f"{path}: needs: {needs!r} is neither 'any GPU' nor a capability, such as sm_80; "
+                         "others may follow for one of the types each, as in sm_70; bf16: sm_80")
     if (determinism := fields.get("deterministic", "yes")) not in DETERMINISM:
         raise ValueError(f"{path}: deterministic: {determinism!r} is not among {', '.join(DETERMINISM)}")
     if (workspace := fields.get("workspace", "workspace")) in TENSORS[direction]:
@@ -278,9 +292,10 @@ def find_stage(stage: str | Path | Stage | None, dtype: torch.dtype, device: tor
         takers = [s for s in stages(direction) if dtype in s.dtypes]
         if not takers:
             known = ", ".join(map(str, dict.fromkeys(t for s in stages(direction) for t in s.dtypes)))
-            raise ValueError(f"q has type {dtype}; the {ladder} take {known}: convert with .float()")
+            raise ValueError(f"q has type {dtype}; the {ladder} take {known}: convert with "
+                             f"{_conversion(stages(direction)[0])}")
         takers = [s for s in takers if s.can_be_deterministic or not wanted] or takers
-        stage = next((s for s in reversed(takers) if s.available(device)
+        stage = next((s for s in reversed(takers) if s.available(device, dtype)
                       and (d is None or s.fits(d, shared_memory_per_block(device)))), takers[-1])
     elif not isinstance(stage, Stage):
         raise ValueError(f"{argument} must be a name, a pathlib.Path or a Stage, not {type(stage).__name__}")
@@ -289,8 +304,9 @@ def find_stage(stage: str | Path | Stage | None, dtype: torch.dtype, device: tor
                          f"as {_argument(stage.direction)}=")
     if dtype not in stage.dtypes:
         known = ", ".join(map(str, stage.dtypes))
-        raise ValueError(f"{stage} takes {known}; q, k and v have {dtype}: convert them with .float()")
-    if not (available := stage.available(device)):
+        raise ValueError(f"{stage} takes {known}; q, k and v have {dtype}: convert them with "
+                         f"{_conversion(stage)}")
+    if not (available := stage.available(device, dtype)):
         raise RuntimeError(f"{stage} cannot run on {device}: {available}")
     if wanted and not stage.can_be_deterministic:
         names = ", ".join(s.name for s in stages(direction) if s.can_be_deterministic) or "none"
@@ -302,6 +318,10 @@ def find_stage(stage: str | Path | Stage | None, dtype: torch.dtype, device: tor
             raise RuntimeError(f"{message}; deterministic=False overrules it for a call")
         warnings.warn(message, stacklevel=1)  # of one line, so shown once
     return stage
+
+
+def _conversion(stage: Stage) -> str:
+    return f".to({stage.dtypes[0]})"
 
 
 def _argument(direction: str) -> str:

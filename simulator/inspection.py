@@ -92,7 +92,7 @@ class Party:
 
     block: tuple[int, int, int]
     thread: tuple[int, int, int]
-    kind: str  # "read", "write", "atomic", or "" for waiting or failing
+    kind: str  # "read", "write", "atomic", "copy" (cp.async), or "" for waiting or failing
     place: Place
 
     def __str__(self) -> str:
@@ -137,7 +137,7 @@ class Access:
     kernel: str
     place: Place
     memory: str        # "HBM" or "shared"
-    kind: str          # "read", "write" or "atomic"
+    kind: str          # "read", "write", "atomic" or "copy" (of cp.async, to shared memory)
     array: str
     access_bytes: int  # of a lane
     requests: int
@@ -304,12 +304,17 @@ def _message(f: dict, element: str, parties: tuple[Party, ...]) -> str:
         return (f"barrier in {kernel}: the threads of a block wait at different ones, {both}; "
                 "a __syncthreads() must be reached by all threads of the block, or by none")
     *others, p = parties
-    verb = {"read": "reads", "write": "writes", "atomic": "updates"}
+    verb = {"read": "reads", "write": "writes", "atomic": "updates", "copy": "copies to"}
     if f["what"] == "race":
         q = others[0]
         if p.block != q.block:
             remedy = ("blocks run in any order: give each its own elements, use atomics (with "
                       "__threadfence() where one orders other accesses), or make it two kernels")
+        elif q.kind == "copy" and p.thread == q.thread:
+            remedy = "the copy may still be under way: the thread must wait for it first (cp_async_wait)"
+        elif q.kind == "copy":
+            remedy = ("the thread that copies must wait for its copy (cp_async_wait), and then a barrier "
+                      "must follow" + _barrier_for_warp(p, q))
         elif p.place == q.place and p.kind == q.kind:
             remedy = "give each thread its own element, or use atomics, even if the values are equal"
         else:

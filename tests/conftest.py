@@ -159,12 +159,13 @@ def tile_sizes(stage, d) -> list[dict[str, int]]:
 def with_gaps(x, gap):
     """The same values, with gaps of NaN between heads, rows and columns."""
     B, H, N, d = x.shape
-    wide = torch.full((B, H + gap, N + 2 * gap, d + 4 * gap), torch.nan, device=x.device)
+    wide = torch.full((B, H + gap, N + 2 * gap, d + 16 // x.element_size() * gap), torch.nan, dtype=x.dtype,
+                      device=x.device)
     wide[:, :H, :N, :d] = x
     return wide[:, :H, :N, :d]
 
 
-def qkv_with_gaps(device):
+def qkv_with_gaps(device, dtype=torch.float32):
     """q, k, v and the causal diagonal. Each tensor has its own gaps."""
-    tensors = random_qkv(2, 4, 2, 50, 70, 32, device)
+    tensors = random_qkv(2, 4, 2, 50, 70, 32, device, dtype)
     return *(with_gaps(x, gap) for x, gap in zip(tensors, (1, 2, 3))), 20

@@ -234,7 +234,7 @@ def test_a_backward_stage_that_cannot_run_here(monkeypatch, tmp_path):
     monkeypatch.setattr(registry, "STAGES", tmp_path)
     (tmp_path / "fwd_01_mine.cuh").write_text((flash.STAGES / "fwd_01_naive.cuh").read_text())
     own_file(tmp_path, "Backward", "needs: sm_90a", name="bwd_01_mine.cuh")
-    monkeypatch.setattr(flash.Stage, "available", lambda self, device: flash.Available(
+    monkeypatch.setattr(flash.Stage, "available", lambda self, *_: flash.Available(
         "needs sm_90a" * (self.needs == "sm_90a")))
     monkeypatch.setattr(flash, "_forward", lambda *_: ("o", "L"))
     assert flash.attention(*leaves(needed="")) == "o"

@@ -277,6 +277,10 @@ def test_available_compares_compute_capabilities(monkeypatch):
         stage = flash.Stage(1, "x", "fwd", Path("x"), needs=needs)
         assert bool(stage.available("cuda")) == runs, needs
     assert str(stage.available("cuda")) == "needs sm_90a; a GPU has sm_86"
+    types = flash.Stage(1, "x", "fwd", Path("x"), needs="sm_70; bf16: sm_89")
+    assert types.available("cuda") and types.available("cuda", torch.float16)
+    assert str(types.available("cuda", torch.bfloat16)) == (
+        "needs sm_89 for torch.bfloat16; a GPU has sm_86")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (10, 0))
     assert not stage.available("cuda")  # sm_90a runs on no later architecture
 
@@ -286,6 +290,7 @@ def test_a_header_that_makes_no_sense_is_an_error(tmp_path):
     for header, message in {
         "types: fp13": "types: fp13 not among fp32",
         "needs: Hopper": "needs: 'Hopper' is neither 'any GPU' nor a capability, such as sm_80",
+        "types: fp16\n// needs: sm_70; bf16: sm_80": "needs: 'sm_70; bf16: sm_80' is neither",
         "workspace: O": "workspace: O is a tensor of the call: give it another name",
         "tiles: rubbish": "the header's tiles, limits, shared or hbm make no sense: tiles: must give Br",
         "tiles: Br=16": "tiles: must give Br and Bc",

@@ -11,6 +11,8 @@ import flash
 
 BY_NAME = {s.name: s for s in flash.stages("fwd")}
 STAGES = list(BY_NAME)
+KINDS = [pytest.param(s.name, dtype, id=f"{s.name}-{dtype}".replace("torch.", ""))
+         for s in BY_NAME.values() for dtype in s.dtypes]
 DETERMINISTIC = [s.name for s in flash.stages("fwd") if s.deterministic]
 
 # B, H, H_kv, N_q, N_k, d, mask; N around and between the multiples of the tiles. "bottom": the last query
@@ -30,6 +32,11 @@ GRID = [
     (1, 2, 1, 300, 1, 32, "bottom"),
     (1, 1, 1, 40, 50, 104, "top"),
 ]
+
+
+def random_for(stage, *shape_and_device, **options):
+    """q, k and v of a type that the stage takes."""
+    return random_qkv(*shape_and_device, dtype=BY_NAME[stage].dtypes[-1], **options)
 
 
 def run(stage, q, k, v, mask=None, **options):
@@ -55,10 +62,10 @@ def test_poison_is_nan_and_guarded(device):
 
 
 @pytest.mark.parametrize("case", GRID, ids=lambda c: "-".join(map(str, c)))
-@pytest.mark.parametrize("stage", STAGES)
-def test_grid(stage, case, device):
+@pytest.mark.parametrize("stage, dtype", KINDS)
+def test_grid(stage, dtype, case, device):
     *shape, mask = case
-    q, k, v = random_qkv(*shape, device)
+    q, k, v = random_qkv(*shape, device, dtype)
     o, lse, diagonal = run(stage, q, k, v, mask)
     check(o, lse, q, k, v, diagonal)
     unseen = reference(q, k, v, diagonal)[1] == -torch.inf
@@ -73,7 +80,7 @@ LARGE_CALLS = [(s.name, case) for s in flash.stages("fwd") for case in GRID
 def test_grid_with_the_tiles_of_large_calls(stage, case, device):
     """Where these differ from the tiles of calls as small as those of the grid."""
     *shape, mask = case
-    q, k, v = random_qkv(*shape, device)
+    q, k, v = random_for(stage, *shape, device)
     o, lse, diagonal = run(stage, q, k, v, mask, **BY_NAME[stage].default_tiles(shape[5]))
     check(o, lse, q, k, v, diagonal)
 
@@ -93,7 +100,7 @@ def test_random_shapes(stage, device):
             24,
         )
         mask = rng.choice([None, "bottom", "top"])
-        q, k, v = random_qkv(*shape, device, seed=seed)
+        q, k, v = random_for(stage, *shape, device, seed=seed)
         o, lse, diagonal = run(stage, q, k, v, mask)
         check(o, lse, q, k, v, diagonal)
 
@@ -102,18 +109,19 @@ def test_random_shapes(stage, device):
 def test_strides(stage, device):
     """Heads behind rows (as projections leave them), q, k, v in one tensor, row gaps, one k for all heads."""
     B, H, N, d = 2, 3, 50, 32
-    q, k, v = random_qkv(B, N, N, H, H, d, device)
+    q, k, v = random_for(stage, B, N, N, H, H, d, device)
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     o, lse, _ = run(stage, q, k, v)
     check(o, lse, q, k, v)
     assert o.stride() == q.stride()
 
-    fused = torch.randn(B, N, 3, H, d + 4, generator=torch.Generator().manual_seed(1)).to(device)
+    gap = 16 // q.element_size()
+    fused = torch.randn(B, N, 3, H, d + gap, generator=torch.Generator().manual_seed(1)).to(device, q.dtype)
     q, k, v = (x.transpose(1, 2)[..., :d] for x in fused.unbind(2))
     o, lse, diagonal = run(stage, q, k, v, "bottom")
     check(o, lse, q, k, v, diagonal)
 
-    q, k, v = random_qkv(B, H, 1, N, N, d, device)
+    q, k, v = random_for(stage, B, H, 1, N, N, d, device)
     k, v = k.expand(B, H, N, d), v.expand(B, H, N, d)
     o, lse, _ = run(stage, q, k, v)
     check(o, lse, q, k, v)
@@ -122,7 +130,7 @@ def test_strides(stage, device):
 @pytest.mark.parametrize("stage", STAGES)
 def test_every_tensor_has_its_own_strides(stage, device):
     """And NaN lies between what belongs to each."""
-    q, k, v, diagonal = qkv_with_gaps(device)
+    q, k, v, diagonal = qkv_with_gaps(device, BY_NAME[stage].dtypes[-1])
     o, lse, _ = run(stage, q, k, v, "bottom")
     check(o, lse, q, k, v, diagonal)
 
@@ -130,7 +138,7 @@ def test_every_tensor_has_its_own_strides(stage, device):
 @pytest.mark.parametrize("stage", STAGES)
 def test_many_heads(stage, device):
     """B * H above 65535, the limit of a grid's y and z. Small tiles, as the simulator runs every thread."""
-    q, k, v = random_qkv(65536, 1, 1, 1, 2, 8, device)
+    q, k, v = random_for(stage, 65536, 1, 1, 1, 2, 8, device)
     o, lse, _ = run(stage, q, k, v, **tile_sizes(BY_NAME[stage], 8)[0])
     check(o, lse, q, k, v)
 
@@ -138,7 +146,7 @@ def test_many_heads(stage, device):
 @pytest.mark.parametrize("stage", STAGES)
 def test_scale_and_large_scores(stage, device):
     """Scores of some +-1000: exp of them overflows without the maximum; and a negative and a zero scale."""
-    q, k, v = random_qkv(1, 2, 2, 70, 90, 64, device)
+    q, k, v = random_for(stage, 1, 2, 2, 70, 90, 64, device)
     for scale in (30.0, -0.2, 0.0):
         o, lse, diagonal = run(stage, q, k, v, "bottom", scale=scale)
         check(o, lse, q, k, v, diagonal, scale)
@@ -147,7 +155,7 @@ def test_scale_and_large_scores(stage, device):
 @pytest.mark.parametrize("stage", STAGES)
 def test_growing_maximum(stage, device):
     """Keys sorted by score: the row maximum changes in every tile, so that every rescaling counts."""
-    q, k, v = random_qkv(1, 1, 1, 40, 200, 64, device)
+    q, k, v = random_for(stage, 1, 1, 1, 40, 200, 64, device)
     q[:] = q[:, :, :1]
     order = (q[:, :, :1] @ k.transpose(-1, -2)).flatten().argsort()
     k = k[:, :, order].contiguous()
@@ -157,7 +165,7 @@ def test_growing_maximum(stage, device):
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_nan_stays_in_its_row(stage, device):
-    q, k, v = random_qkv(1, 1, 1, 40, 40, 32, device)
+    q, k, v = random_for(stage, 1, 1, 1, 40, 40, 32, device)
     q[0, 0, 7, 3] = math.nan
     o, lse, _ = run(stage, q, k, v)
     assert o[0, 0, 7].isnan().all()
@@ -168,7 +176,7 @@ def test_nan_stays_in_its_row(stage, device):
 @pytest.mark.parametrize("stage", DETERMINISTIC)
 def test_bit_identical_every_run(stage, device, monkeypatch):
     """Over repetitions, and in the simulator also over the order in which threads and blocks run."""
-    q, k, v = random_qkv(1, 4, 2, 70, 70, 32, device)
+    q, k, v = random_for(stage, 1, 4, 2, 70, 70, 32, device)
     first = run(stage, q, k, v, "bottom")
     for seed in range(3):
         monkeypatch.setenv("FLASH_SIM_SEED", str(seed))
@@ -180,7 +188,7 @@ def test_bit_identical_every_run(stage, device, monkeypatch):
 @pytest.mark.parametrize("stage", STAGES)
 def test_tile_sizes(stage, device):
     """Other tiles, the same result."""
-    q, k, v = random_qkv(1, 2, 1, 75, 90, 64, device)
+    q, k, v = random_for(stage, 1, 2, 1, 75, 90, 64, device)
     for tiles in tile_sizes(BY_NAME[stage], 64):
         o, lse, diagonal = run(stage, q, k, v, "bottom", **tiles)
         check(o, lse, q, k, v, diagonal)
@@ -198,9 +206,12 @@ def test_scaled_dot_product_attention_is_pytorchs(device):
 
 
 def test_stage_none_takes_the_best(device):
-    q, k, v = random_qkv(1, 1, 1, 20, 20, 16, device)
-    best = [s.name for s in flash.stages("fwd") if s.available(device)][-1]
-    assert torch.equal(flash.attention(q, k, v), flash.attention(q, k, v, stage=best))
+    dtypes = {dtype for s in flash.stages("fwd") for dtype in s.dtypes if s.available(device, dtype)}
+    assert torch.float32 in dtypes
+    for dtype in dtypes:
+        q, k, v = random_qkv(1, 1, 1, 20, 20, 16, device, dtype)
+        best = [s.name for s in flash.stages("fwd") if s.available(device, dtype) and dtype in s.dtypes][-1]
+        assert torch.equal(flash.attention(q, k, v), flash.attention(q, k, v, stage=best))
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

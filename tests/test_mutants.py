@@ -182,11 +182,11 @@ def check_backward(path, q, k, v, diagonal) -> None:
     check_gradients(gradients, q, k, v, do, diagonal, None, dlse)
 
 
-def tensors_of(direction: str) -> list:
+def tensors_of(direction: str, dtype: torch.dtype) -> list:
     """The arguments of check_forward and check_backward: q, k, v, diagonal."""
-    cases = [(*random_qkv(*shape, "cpu"), {None: None, "top": 0, "bottom": shape[4] - shape[3]}[mask])
+    cases = [(*random_qkv(*shape, "cpu", dtype), {None: None, "top": 0, "bottom": shape[4] - shape[3]}[mask])
              for *shape, mask in CASES]
-    q, k, v, diagonal = qkv_with_gaps("cpu")
+    q, k, v, diagonal = qkv_with_gaps("cpu", dtype)
     if direction == "bwd":
         k = k.transpose(1, 2).contiguous().transpose(1, 2)  # so that dK is laid out otherwise than dV
         a, b, c, _ = cases[-1]
@@ -196,13 +196,13 @@ def tensors_of(direction: str) -> list:
 
 def survives(path, seeds=("",)) -> bool:
     """Whether a stage passes all cases, under the default schedule ("") and random ones."""
-    direction = flash.read_stage(path).direction
-    check_one = {"fwd": check_forward, "bwd": check_backward}[direction]
+    stage = flash.read_stage(path)
+    check_one = {"fwd": check_forward, "bwd": check_backward}[stage.direction]
     for seed in seeds:
         with pytest.MonkeyPatch.context() as patch:
             if seed:
                 patch.setenv("FLASH_SIM_SEED", seed)
-            for tensors in tensors_of(direction):
+            for tensors in tensors_of(stage.direction, stage.dtypes[0]):
                 try:
                     check_one(path, *tensors)
                 except (AssertionError, RuntimeError) as error:

@@ -2,6 +2,7 @@
 
 import re
 import subprocess
+from pathlib import Path
 
 import pytest
 
@@ -78,3 +79,13 @@ def test_the_check_sees_spills(tmp_path):
     stage = {s.name: s for s in flash.stages("fwd")}["flash2"]
     report = compile_stage(stage, "sm_80", 256, True, tmp_path, Br=128)
     assert re.search(r"[1-9]\d* bytes spill stores", report)
+
+
+@pytest.mark.skipif(NVCC is None, reason=WHY_NOT)
+@pytest.mark.parametrize("architecture", ["sm_80", "sm_90a"])
+def test_instructions_compile(architecture, tmp_path):
+    """The instructions of common/ptx.cuh, all of them."""
+    code = f"-gencode=arch={architecture.replace('sm', 'compute')},code={architecture}"
+    done = subprocess.run([NVCC, "-cubin", "-std=c++17", code, "-o", tmp_path / "tensor.out",
+                           Path(__file__).parent / "kernels" / "tensor.cu"], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")

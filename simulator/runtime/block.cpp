@@ -12,7 +12,7 @@ namespace sim {
 
 SIM_THREAD_LOCAL Worker* worker;
 
-static uint64_t next_random(uint64_t& state) {   // xorshift64 (Marsaglia 2003)
+uint64_t next_random(uint64_t& state) {   // xorshift64 (Marsaglia 2003)
   state ^= state << 13;
   state ^= state >> 7;
   state ^= state << 17;
@@ -38,6 +38,7 @@ static void give_way() {
   Worker& w = *worker;
   if (interrupted()) fail("interrupted");
   Fiber* self = w.current;
+  if (w.copies_land == CopiesLand::RANDOM) land_some_copies(w, *self);
   Fiber* next = take_ready(w);
   if (next == self) return;
   if (next) {
@@ -157,12 +158,15 @@ void run_block(Worker& w, uint3 block_index) {
   w.ready.clear();
   const uint64_t number = block_index.x + gridDim.x * (block_index.y + uint64_t(gridDim.y) * block_index.z);
   w.random = w.seed ? w.seed ^ (number + 1) * 0xBF58476D1CE4E5B9ull : 0;
+  w.copy_random = w.random + 0x94D049BB133111EBull;
   w.alive = int(w.fibers.size());
   for (Fiber& f : w.fibers) {
     const unsigned n = f.number;
     f.thread_index = {n % blockDim.x, n / blockDim.x % blockDim.y, n / (blockDim.x * blockDim.y)};
     f.state = State::READY;
     f.site = {};
+    f.copies.clear();
+    f.copy_groups = 0;
     f.stack_pointer = fresh_stack(f.stack + STACK_BYTES);
     w.ready.push_back(&f);
   }

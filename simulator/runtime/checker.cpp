@@ -177,7 +177,12 @@ static void check_race_with(const Lanes& l, const Fiber& f, int access, int arra
 
 static void check_races(const Cell& c, const Fiber& f, int access, int array, uint64_t offset, size_t bytes) {
   const Kind kind = checker->accesses[access].kind;
-  check_race_with(c.write, f, access, array, offset, bytes);
+  if (c.copying) {
+    const unsigned thread = c.write.warp * WARP_SIZE + __builtin_ctz(c.write.lanes);
+    found_race(access, array, offset, bytes, thread, c.write.block, c.write.access);
+  } else {
+    check_race_with(c.write, f, access, array, offset, bytes);
+  }
   if (!is_atomic(kind))
     for (const Lanes& l : c.atomics) check_race_with(l, f, access, array, offset, bytes);
   if (kind != Kind::READ)
@@ -203,6 +208,7 @@ static void note(Lanes (&done)[2], const Fiber& f, uint16_t access) {
 static void note_write(Cell& c, const Fiber& f, uint16_t access) {
   c.write = {1u << f.lane, f.now, checker->block, uint16_t(f.warp), access};
   for (Lanes* done : {c.reads, c.atomics}) done[0].lanes = done[1].lanes = 0;
+  c.copying = checker->accesses[access].kind == Kind::COPY;
 }
 
 // -------------------------------------------------------------------------------- one access
@@ -331,6 +337,33 @@ void observe(const void* address, size_t bytes, Kind kind, const void* pc, bool 
     found_about("misaligned", access, array, offset, bytes);
   if (within(m, offset, bytes)) check_cells(f, m, array, access, offset, bytes);
   else found_about("out of bounds", access, array, offset, bytes);
+}
+
+// A lane of the running thread's warp gets what another one has asked for, by ldmatrix: it reads it, too.
+void observe_for_lane(int lane, const void* address, size_t bytes, const void* pc) {
+  Worker& w = *worker;
+  const char* p = static_cast<const char*>(address);
+  const bool shared = size_t(p - w.shared) < ARENA_BYTES;
+  const int array = shared ? SHARED : find_array(p);
+  Memory& m = shared ? *checker->shared : *checker->arrays[array];
+  const uint64_t offset = p - m.base;
+  if (!within(m, offset, bytes)) return;                  // found already
+  Fiber* const self = w.current;
+  w.current = &w.fibers[size_t(self->warp) * WARP_SIZE + lane];
+  check_races(m.cells[offset >> m.shift], *w.current, number_of(pc, array, Kind::READ), array, offset, bytes);
+  note(m.cells[offset >> m.shift].reads, *w.current, number_of(pc, array, Kind::READ));
+  w.current = self;
+}
+
+// Its thread has waited for it: for that thread it is written, for others once they synchronise with it.
+void copy_has_landed(Fiber& f, const Copy& copy) {
+  Memory& m = *checker->shared;
+  const uint64_t offset = copy.to - m.base;
+  const uint16_t access = number_of(copy.pc, SHARED, Kind::COPY);
+  for (uint64_t i = offset >> m.shift; i <= (offset + copy.bytes - 1) >> m.shift; i++) {
+    note_write(m.cells[i], f, access);
+    m.cells[i].copying = false;
+  }
 }
 
 // -------------------------------------------------------------------------------- a launch

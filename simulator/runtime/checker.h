@@ -19,7 +19,11 @@
 
 namespace sim {
 
-enum class Kind : uint8_t { READ, WRITE, ATOMIC, EXCHANGE };   // EXCHANGE: an atomic; it needs no old value
+enum class Kind : uint8_t {
+  READ, WRITE, ATOMIC,
+  EXCHANGE,                    // an atomic; it needs no old value
+  COPY                         // a write that is made some time before its thread's wait for it has ended
+};
 
 inline bool is_atomic(Kind kind) { return kind == Kind::ATOMIC || kind == Kind::EXCHANGE; }
 
@@ -49,6 +53,7 @@ struct Lanes {                 // of one warp, that did something at one time
 struct Cell {
   uint32_t epoch;              // in which block (shared memory) or launch (global); an older one: nothing
   bool read, written;          // in this epoch at all
+  bool copying;                // `write` is a copy that may still be under way
   Lanes write;                 // the last plain write
   Lanes reads[2], atomics[2];  // since then, of two warps (a third one that is not ordered pushes one out)
 };
@@ -145,6 +150,8 @@ extern std::mutex checker_mutex;
 
 bool is_watched(const void* address);
 void observe(const void* address, size_t bytes, Kind kind, const void* pc, bool aligned);
+void observe_for_lane(int lane, const void* address, size_t bytes, const void* pc);
+void copy_has_landed(Fiber& f, const Copy& copy);
 void begin_checked_launch(Worker& w);
 void begin_checked_block(Worker& w);
 void end_checked_block(Worker& w);

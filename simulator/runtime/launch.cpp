@@ -214,6 +214,7 @@ static void prepare(Worker& w, const Launch& launch, size_t threads) {
   }
   const char* seed = getenv("FLASH_SIM_SEED");
   w.seed = seed && *seed ? (strtoull(seed, nullptr, 10) + 1) * 0x9E3779B97F4A7C15ull : 0;
+  w.copies_land = *when_copies_land();
   w.launch = &launch;
   w.error.clear();
   w.error_sites.clear();
@@ -278,6 +279,9 @@ static std::string wrong_configuration(const Launch& l, size_t threads, size_t b
   if (l.grid.x > 0x7fffffffu || l.grid.y > 65535 || l.grid.z > 65535)
     return "a grid of " + std::to_string(l.grid.x) + " x " + std::to_string(l.grid.y) + " x " +
            std::to_string(l.grid.z) + " blocks; at most 2147483647 x 65535 x 65535 are possible";
+  if (!when_copies_land())
+    return std::string("FLASH_SIM_COPIES=") + getenv("FLASH_SIM_COPIES") +
+           "; late, early and random are possible";
   const std::string bytes = std::to_string(l.dynamic_shared) + " bytes of shared memory a block";
   if (l.dynamic_shared > SHARED_MEMORY_PER_BLOCK)
     return bytes + "; at most " + std::to_string(SHARED_MEMORY_PER_BLOCK) + " are possible";

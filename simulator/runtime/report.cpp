@@ -38,7 +38,8 @@ static std::string json_object(const std::vector<Field>& fields) {
 }
 
 static std::string json(Kind kind) {
-  return json(is_atomic(kind) ? "atomic" : kind == Kind::READ ? "read" : "write");
+  if (is_atomic(kind)) return json("atomic");
+  return json(kind == Kind::READ ? "read" : kind == Kind::COPY ? "copy" : "write");
 }
 
 // ["library", offset]: Python makes it a line. The hook returns to the instruction after the call.

@@ -4,6 +4,8 @@
 //   block.cpp      the scheduler: runs one block to its end, or reports why it cannot end
 //   barrier.cpp    __syncthreads and its relatives
 //   warp.cpp       operations that the lanes of a warp do together: shuffles, votes, __syncwarp
+//   matrix.cpp     among these: ldmatrix, stmatrix, products on tensor cores
+//   copy.cpp       asynchronous copies to shared memory (cp.async)
 //   shared.cpp     shared memory
 //   atomic.cpp     atomics
 //   launch.cpp     a kernel launch: the grid's blocks over the CPU's cores; errors; signals
@@ -16,6 +18,7 @@
 #include <deque>
 #include <map>
 #include <memory>
+#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
@@ -38,6 +41,17 @@ using Pasts = std::map<uint32_t, std::shared_ptr<const Past>>;   // by block
 
 enum class State { READY, AT_BARRIER, AT_WARP_OPERATION, RETURNED };
 
+enum class CopiesLand { LATE, EARLY, RANDOM };
+
+struct Copy {              // an asynchronous one, to shared memory
+  char* to;
+  const char* from;
+  size_t bytes, valid;     // the rest are zeros
+  int group;
+  const void* pc;          // where it was started
+  bool landed;
+};
+
 struct Fiber {             // one CUDA thread
   void* stack_pointer = nullptr;
   char* stack = nullptr;   // its lowest address
@@ -47,6 +61,8 @@ struct Fiber {             // one CUDA thread
   State state = State::READY;
   const char* waits_for = "";
   Site site;               // where it waits
+  std::vector<Copy> copies;       // that nobody has waited for, in the order of their start
+  int copy_groups = 0;            // committed
 
   // For the checker: its time, what it knows of the others, and what its fences and atomics have passed on
   uint32_t now = 1;
@@ -104,6 +120,8 @@ struct Worker {            // one OS thread and the block that it runs
   bool opted_in = false;          // cudaFuncSetAttribute has allowed the dynamic shared memory in use
   uint64_t seed = 0;              // of the random scheduler; 0: first come, first served
   uint64_t random = 0;            // its state, set anew for every block: no timing matters
+  CopiesLand copies_land = CopiesLand::LATE;
+  uint64_t copy_random = 0;       // the same for copies that land at random
   std::string error;
   std::vector<std::pair<uint3, Site>> error_sites;   // where which thread is stuck or failed
   bool error_is_found = false;    // the checker has a finding that says it better
@@ -123,6 +141,7 @@ void wake(Fiber* fiber, bool next = false);
 [[noreturn]] void abandon_block(const std::string& report);
 std::string describe(const Worker& w);                          // "kernel, block (..), thread (..)"
 std::string at(Site site);
+uint64_t next_random(uint64_t& state);
 
 // launch.cpp
 bool interrupted();
@@ -131,6 +150,10 @@ std::string source_line(const void* pc);   // " at ..."
 // warp.cpp: f runs once, in the last lane of the mask to arrive
 void together(unsigned mask, const char* name, void* operands, Site site, void (*f)(WarpOperation&),
               bool orders_memory = false);
+
+// copy.cpp
+std::optional<CopiesLand> when_copies_land();   // nothing: FLASH_SIM_COPIES makes no sense
+void land_some_copies(Worker& w, Fiber& f);
 
 // shared.cpp
 void clear_shared_memory(Worker& w);

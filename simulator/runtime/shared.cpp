@@ -62,6 +62,22 @@ extern "C" void* sim_shared_static(const void* identity, const char* name, const
   return w.shared + offset;
 }
 
+// Shared memory has 32-bit addresses of its own, which some instructions take: offsets in the arena.
+extern "C" uint32_t sim_shared_address(const void* p, const char* file, int line) {
+  const size_t offset = static_cast<const char*>(p) - worker->shared;
+  if (offset >= ARENA_BYTES)
+    fail("__cvta_generic_to_shared: this is no address of shared memory", {file, line});
+  return uint32_t(offset);
+}
+
+extern "C" void* sim_shared_pointer(const char* name, uint32_t address, size_t bytes, const char* file,
+                                    int line) {
+  if (address + bytes > (worker->launch->checked ? ARENA_BYTES : SHARED_MEMORY_PER_BLOCK))
+    fail(std::string(name) + ": the address " + std::to_string(address) + " lies outside of shared memory",
+         {file, line});
+  return worker->shared + address;
+}
+
 // In checked builds: a pointer to a part of the dynamic array has this name from now on.
 extern "C" void sim_name_shared(const char* name, const volatile void* start, size_t element_bytes) {
   if (!worker || !worker->current) return;   // the host's code

@@ -1,5 +1,7 @@
 // A tensor of shape (B, heads, N, d) as a kernel sees it. Introduced by: forward stage 1, naive.
 #pragma once
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
 #include <stdint.h>
 
 struct Tensor {

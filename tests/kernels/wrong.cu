@@ -2,6 +2,8 @@
 // comments "// HERE: name" at their ends. With fixed = 1 each is right, and nothing is to be found.
 #include <cuda_runtime.h>
 
+#include "../../stages/common/ptx.cuh"
+
 static const char* result() {
   const cudaError_t error = cudaGetLastError();
   return error == cudaSuccess ? nullptr : cudaGetErrorString(error);
@@ -293,6 +295,118 @@ __global__ void vector_past_the_end(unsigned* count, int fixed) {
   else *reinterpret_cast<uint2*>(count) = make_uint2(1, 2);  // HERE: vector_past_the_end 1
 }
 
+// ------------------------------------------------------------------------------------------ matrices, copies
+// Lane l gets of row l / 4 what that lane's neighbours wrote.
+__global__ void ldmatrix_before_syncwarp(const float* x, float* out, int fixed) {
+  __shared__ __align__(16) float rows[16][4];
+  const int lane = threadIdx.x;
+  if (lane < 16)
+    for (int k = 0; k < 4; k++) rows[lane][k] = x[4 * lane + k];  // HERE: ldmatrix_before_syncwarp 1
+  if (fixed) __syncwarp();
+  uint32_t two[2];
+  ldmatrix_x2(two, shared_address(rows[lane % 16]));  // HERE: ldmatrix_before_syncwarp 2
+  out[lane] = __uint_as_float(two[0] ^ two[1]);
+}
+__global__ void ldmatrix_of_nothing(const float* x, float* out, int fixed) {
+  __shared__ __align__(16) float rows[16][4];
+  const int lane = threadIdx.x;
+  if (lane < 15 + fixed)
+    for (int k = 0; k < 4; k++) rows[lane][k] = x[4 * lane + k];
+  __syncwarp();
+  uint32_t two[2];
+  ldmatrix_x2_trans(two, shared_address(rows[lane % 16]));  // HERE: ldmatrix_of_nothing 1
+  out[lane] = __uint_as_float(two[0] ^ two[1]);
+}
+__global__ void ldmatrix_past_the_end(const float* x, float* out, int fixed) {
+  __shared__ __align__(16) float rows[16][4];
+  const int lane = threadIdx.x;
+  if (lane < 16)
+    for (int k = 0; k < 4; k++) rows[lane][k] = x[4 * lane + k];
+  __syncwarp();
+  uint32_t two[2];
+  ldmatrix_x2(two, shared_address(rows[fixed ? lane % 16 : lane % 16 + 1]));  // HERE: ldmatrix_past_the_end 1
+  out[lane] = __uint_as_float(two[0] ^ two[1]);
+}
+__global__ void stmatrix_before_syncwarp(const float* x, float* out, int fixed) {
+  __shared__ __align__(16) float rows[16][4];
+  const int lane = threadIdx.x;
+  const uint32_t two[2] = {__float_as_uint(x[lane]), __float_as_uint(x[lane + 32])};
+  stmatrix_x2(shared_address(rows[lane % 16]), two);  // HERE: stmatrix_before_syncwarp 1
+  if (fixed) __syncwarp();
+  out[lane] = rows[lane / 2][lane % 4];  // HERE: stmatrix_before_syncwarp 2
+}
+__global__ void copy_not_waited_for(const float* x, float* out, int fixed) {
+  __shared__ __align__(16) float tile[256];
+  const int t = threadIdx.x;
+  cp_async_16(shared_address(tile + 4 * t), x + 4 * (t % 32));  // HERE: copy_not_waited_for 1
+  cp_async_commit();
+  if (fixed) cp_async_wait<0>();
+  out[t] = tile[4 * t];  // HERE: copy_not_waited_for 2
+}
+// A thread waits for its own copies only: the others need the barrier after that.
+__global__ void copy_waited_for_too_late(const float* x, float* out, int fixed) {
+  __shared__ __align__(16) float tile[256];
+  const int t = threadIdx.x;
+  cp_async_16(shared_address(tile + 4 * t), x + 4 * (t % 32));  // HERE: copy_waited_for_too_late 1
+  cp_async_commit();
+  if (!fixed) __syncthreads();
+  cp_async_wait<0>();
+  if (fixed) __syncthreads();
+  out[t] = tile[4 * (63 - t)];  // HERE: copy_waited_for_too_late 2
+}
+// Of three groups the last may still be under way, and it is read.
+__global__ void copy_of_a_later_group(const float* x, float* out, int fixed) {
+  __shared__ __align__(16) float tile[3][256];
+  const int t = threadIdx.x;
+  for (int j = 0; j < 3; j++) {
+    cp_async_16(shared_address(tile[j] + 4 * t), x + 4 * (t % 32));  // HERE: copy_of_a_later_group 1
+    cp_async_commit();
+  }
+  cp_async_wait<1>();
+  __syncthreads();
+  out[t] = tile[fixed ? 1 : 2][4 * (63 - t)];  // HERE: copy_of_a_later_group 2
+}
+__global__ void copy_over_what_is_read(const float* x, float* out, int fixed) {
+  __shared__ __align__(16) float tile[256];
+  const int t = threadIdx.x;
+  for (int k = 0; k < 4; k++) tile[4 * t + k] = x[t];
+  __syncthreads();
+  out[t] = tile[4 * (63 - t)];  // HERE: copy_over_what_is_read 1
+  if (fixed) __syncthreads();
+  cp_async_16(shared_address(tile + 4 * t), x);  // HERE: copy_over_what_is_read 2
+  cp_async_commit();
+  cp_async_wait<0>();
+}
+__global__ void write_over_a_copy(const float* x, float* out, int fixed) {
+  __shared__ __align__(16) float tile[256];
+  const int t = threadIdx.x;
+  cp_async_16(shared_address(tile + 4 * t), x);  // HERE: write_over_a_copy 1
+  cp_async_commit();
+  if (fixed) cp_async_wait<0>();
+  tile[4 * t] = 1.f;  // HERE: write_over_a_copy 2
+  cp_async_wait<0>();
+  out[t] = tile[4 * t];
+}
+__global__ void two_copies_to_one_place(const float* x, float* out, int fixed) {
+  __shared__ __align__(16) float tile[256];
+  const int t = threadIdx.x;
+  cp_async_16(shared_address(tile + 4 * t), x);  // HERE: two_copies_to_one_place 1
+  cp_async_commit();
+  if (fixed) cp_async_wait<0>();
+  cp_async_16(shared_address(tile + 4 * t), x + 4);  // HERE: two_copies_to_one_place 2
+  cp_async_commit();
+  cp_async_wait<0>();
+  out[t] = tile[4 * t];
+}
+__global__ void copy_from_past_the_end(const float* x, float* out, int fixed) {
+  __shared__ __align__(16) float tile[256];
+  const int t = threadIdx.x, bytes = fixed && 4 * t >= 200 ? 0 : 16;
+  cp_async_16(shared_address(tile + 4 * t), x + 4 * t, bytes);  // HERE: copy_from_past_the_end 1
+  cp_async_commit();
+  cp_async_wait<0>();
+  out[t] = tile[4 * t];
+}
+
 extern "C" const char* run_wrong(int which, const float* x, float* out, unsigned* count, int fixed) {
   switch (which) {
     case 0: barrier_before_use<<<1, 64>>>(x, out, fixed); break;
@@ -328,6 +442,17 @@ extern "C" const char* run_wrong(int which, const float* x, float* out, unsigned
     case 30: barrier_before_atomic<<<1, 64>>>(x, out, fixed); break;
     case 31: read_before_atomic<<<1, 64>>>(x, out, fixed); break;
     case 32: atomic_of_a_third<<<1, 32>>>(x, out, fixed); break;
+    case 33: ldmatrix_before_syncwarp<<<1, 32>>>(x, out, fixed); break;
+    case 34: ldmatrix_of_nothing<<<1, 32>>>(x, out, fixed); break;
+    case 35: ldmatrix_past_the_end<<<1, 32>>>(x, out, fixed); break;
+    case 36: stmatrix_before_syncwarp<<<1, 32>>>(x, out, fixed); break;
+    case 37: copy_not_waited_for<<<1, 64>>>(x, out, fixed); break;
+    case 38: copy_waited_for_too_late<<<1, 64>>>(x, out, fixed); break;
+    case 39: copy_of_a_later_group<<<1, 64>>>(x, out, fixed); break;
+    case 40: copy_over_what_is_read<<<1, 64>>>(x, out, fixed); break;
+    case 41: write_over_a_copy<<<1, 64>>>(x, out, fixed); break;
+    case 42: two_copies_to_one_place<<<1, 64>>>(x, out, fixed); break;
+    case 43: copy_from_past_the_end<<<1, 64>>>(x, out, fixed); break;
   }
   return result();
 }

@@ -34,6 +34,7 @@ extern "C" {
 void* sim_shared_dynamic(const char* name, const char* declared_at, size_t element_bytes);
 void* sim_shared_static(const void* identity, const char* name, const char* declared_at, size_t bytes,
                         size_t alignment, const SharedShape* shape);
+uint32_t sim_shared_address(const void* p, const char* file, int line);
 void sim_name_shared(const char* name, const volatile void* start, size_t element_bytes);
 void sim_threadfence();
 void sim_syncthreads(const char* file, int line);
@@ -70,6 +71,9 @@ template <class T> inline T* shared_dynamic(const char* name, const char* declar
   return static_cast<T*>(sim_shared_dynamic(name, declared_at, sizeof(T)));
 }
 }  // namespace sim
+inline size_t __cvta_generic_to_shared(const void* p, SIM_SITE) {
+  return sim::sim_shared_address(p, file, line);
+}
 // The translator puts this after the declaration of a pointer X_smem: the checker then calls what it points
 // to by that name.
 #ifdef SIM_CHECKED
