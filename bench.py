@@ -6,6 +6,7 @@
     python bench.py --markdown build/bench/bench_fwd.json --seqlens 1024      # a result as a Markdown table
     python bench.py --inspect flash2                   # every access to memory of one stage, in the simulator
     python bench.py --inspect naive --line fwd_01_naive.cuh:49           # and a picture of one line's
+    python bench.py --sweep flash2 --seqlens 4096      # one stage with all tile sizes that fit: which is best?
 
 A stage is checked before it is timed, against attention in float64. Its largest error in O may be twice that
 of PyTorch's plain attention in the same type, plus 1e-6; in dQ, dK and dV three times, plus 1e-6 of the
@@ -22,6 +23,7 @@ Exit status: 0; 1 if a stage was wrong or failed; 2 for bad arguments; 130 after
 from __future__ import annotations
 
 import argparse
+import concurrent.futures
 import contextlib
 import dataclasses
 import functools
@@ -50,7 +52,17 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.profiler import ProfilerActivity, profile
 
 import flash
-from bench_report import FLOPS, PASSES, lengths, results_table, show, title, write
+from bench_report import (
+    FLOPS,
+    PASSES,
+    lengths,
+    results_table,
+    show,
+    show_sweep,
+    title,
+    write,
+    write_sweep,
+)
 
 PEERS = {"math": SDPBackend.MATH, "flash": SDPBackend.FLASH_ATTENTION,
          "efficient": SDPBackend.EFFICIENT_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTENTION}
@@ -58,6 +70,7 @@ DEFAULTS = {"seqlens": ([512, 1024, 2048, 4096], [64, 128, 256]), "batch": (4, 1
             "peers": (",".join(PEERS), "math")}  # on a GPU, on the CPU
 SECONDS_A_CASE = 0.5
 MOST_REPETITIONS = 200
+TILE_SIZES = (8, 16, 32, 48, 64, 80, 96, 112, 128, 160, 192, 256)     # that --sweep tries, of those that fit
 TIMES = ("median_ms", "p20_ms", "p80_ms", "repetitions", "tflops")
 COUNTS = ("hbm_read_bytes", "hbm_written_bytes", "hbm_unique_bytes", "shared_bytes", "inspected_ms",
           "findings")
@@ -102,13 +115,16 @@ def sdpa(backend: SDPBackend, causal: bool, q, k, v) -> tuple[torch.Tensor]:
             q, k, v, is_causal=causal, enable_gqa=q.shape[1] != k.shape[1]),)
 
 
-def of_stage(stage: flash.Stage, args: argparse.Namespace) -> Competitor:
-    """A stage of the pass; for gradients with the forward stage that goes with it."""
-    options, label = {"stage": stage}, stage.name
+def of_stage(stage: flash.Stage, args: argparse.Namespace, **tiles: int) -> Competitor:
+    """A stage of the pass, with its default tiles or these; for gradients with the forward stage that goes
+    with it."""
+    suffix = "_bwd" * (stage.direction == "bwd")
+    options = {"stage": stage} | {f"{name}{suffix}": size for name, size in tiles.items()}
+    label = " ".join(f"{name}={size}" for name, size in tiles.items()) or stage.name
     if args.direction != "fwd":
         forward = forward_stage(stage, args)
         # deterministic: else the backward would follow torch's setting, which poisoned_memory() changes
-        options = {"stage": forward, "backward": stage, "deterministic": False}
+        options |= {"stage": forward, "backward": stage, "deterministic": False}
         if args.direction == "fwd+bwd" and forward.name != stage.name:
             label = f"{forward.name} + {stage.name}"
     return Competitor(stage.name, label, True, functools.partial(
@@ -504,6 +520,46 @@ def write_report(data: dict, report: flash.Report, folder: Path, line: str | Non
     return files
 
 
+# ---------------------------------------------------------------------------------------- --sweep
+def sweep(args: argparse.Namespace) -> int:
+    """Time one stage with all tile sizes that it takes here; show and write the result. Returns the exit
+    status."""
+    stage, shared_memory = args.stages[0], flash.shared_memory_per_block(args.device)
+    data = new_data(args) | {"stage": stage.name, "d": args.head_dim}
+    rows = args.batch * args.H * args.seqlens[0]
+    data["default"] = stage.tiles(args.head_dim, shared_memory, rows)
+    choices = []
+    for Br, Bc in itertools.product(TILE_SIZES, repeat=2):
+        with contextlib.suppress(ValueError):
+            choices.append(stage.tiles(args.head_dim, shared_memory, Br=Br, Bc=Bc))
+    entries = {tuple(tiles.values()): of_stage(stage, args, **tiles) for tiles in [data["default"], *choices]}
+    bar = Progress(TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
+                   console=Console(stderr=True), transient=True)
+    try:
+        with bar:
+            task = bar.add_task(f"building {stage.name}", total=2 * len(entries))
+
+            def build(entry: Competitor) -> None:
+                with contextlib.suppress(RuntimeError):  # it comes again when it is measured, and is kept
+                    entry.prepare(args.direction, *random_inputs(8, args))()
+                bar.advance(task)
+            with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
+                list(pool.map(build, entries.values()))
+            case = make_case(args.seqlens[0], args)
+            for (Br, Bc), entry in entries.items():
+                bar.update(task, description=f"N={case.N} {entry.label}")
+                data["results"].append(measure(entry, case, args) | {"Br": Br, "Bc": Bc})
+                bar.advance(task)
+    except KeyboardInterrupt:
+        data["interrupted"] = True
+    if data["results"]:
+        show_sweep(data, write_sweep(data, args.out))
+    if data["interrupted"]:
+        print(f"Interrupted after {len(data['results'])} of {len(entries)} tile sizes.", file=sys.stderr)
+        return 130
+    return int(any(row["status"] in ("wrong", "failed") for row in data["results"]))
+
+
 # ---------------------------------------------------------------------------------------- python bench.py
 def positive_integers(text: str) -> list[int]:
     numbers = [int(part) if part.strip().isdecimal() else 0 for part in text.split(",")]
@@ -537,12 +593,15 @@ def parse_arguments(argv: list[str] | None = None) -> list[argparse.Namespace]:
                       help="time nothing: run this stage, a name or a .cuh file, once in the simulator, and "
                            "report every access to memory, and what is wrong with any; with --pass bwd, a "
                            "stage of the backward pass")
+    what.add_argument("--sweep", metavar="STAGE",
+                      help="time this stage, a name or a .cuh file, with all tile sizes that it takes here: a "
+                           "table with the best first, and a picture; the header's tiles come from this")
     add("--line", metavar="FILE:LINE",
         help="with --inspect: also draw which lane of a warp touches which bank or sector at this line")
     what.add_argument("--markdown", metavar="JSON", type=Path,
                       help="measure nothing: print this result as a table")
     add("--seqlens", metavar="N,N", type=positive_integers,
-        help="default: 512 to 4096, or 64 to 256 on CPU; with --inspect, 128")
+        help="default: 512 to 4096, or 64 to 256 on CPU; with --inspect, 128; with --sweep, the largest")
     add("--batch", metavar="B", type=int, help="default: 4, or 1 on CPU")
     add("--heads", metavar="H[:H_kv]", help="of Q, and of K and V if fewer; default: 12, or 2 on CPU")
     add("--head-dim", metavar="d", type=int, default=64,
@@ -578,8 +637,13 @@ def set_defaults(args: argparse.Namespace) -> None:
         if args.passes not in (["fwd"], ["bwd"]):
             raise ValueError("--inspect: takes one pass: --pass fwd, the default, or --pass bwd")
         args.seqlens = args.seqlens or [128]
-        if len(args.seqlens) > 1:
-            raise ValueError(f"--inspect: takes one N; --seqlens has {', '.join(map(str, args.seqlens))}")
+    if args.sweep:
+        if len(args.passes) > 1:
+            raise ValueError(f"--sweep: takes one pass; --pass has {', '.join(args.passes)}")
+        args.seqlens = args.seqlens or DEFAULTS["seqlens"][args.device.type == "cpu"][-1:]
+    for option in ("inspect", "sweep"):
+        if getattr(args, option) and len(args.seqlens) > 1:
+            raise ValueError(f"--{option}: takes one N; --seqlens has {', '.join(map(str, args.seqlens))}")
     for name, (on_gpu, on_cpu) in DEFAULTS.items():
         if getattr(args, name) is None:
             setattr(args, name, on_gpu if args.device.type == "cuda" else on_cpu)
@@ -629,15 +693,17 @@ def stages_of(direction: str, args: argparse.Namespace) -> dict[str, flash.Stage
 def choose_stages(args: argparse.Namespace) -> list[flash.Stage]:
     """The stages to run, in the ladder's order. One that cannot run goes into `args.not_run`, or, if it was
     asked for, is an error."""
-    option = "--inspect" if args.inspect else "--stages"
-    asked = [args.inspect] if args.inspect else args.stages.split(",") if args.stages else []
+    option = "--inspect" if args.inspect else "--sweep" if args.sweep else "--stages"
+    one = args.inspect or args.sweep
+    asked = [one] if one else args.stages.split(",") if args.stages else []
     known = stages_of(args.direction, args)
-    if args.inspect and args.inspect.endswith(".cuh"):
-        if not Path(args.inspect).is_file():
-            raise ValueError(f"--inspect: there is no file {args.inspect}")
-        known[args.inspect] = stage = flash.read_stage(Path(args.inspect), args.direction)
-        if stage.direction != args.direction:
-            raise ValueError(f"--inspect: {args.inspect} is {a_stage_of(stage.direction)}")
+    if one and one.endswith(".cuh"):
+        if not Path(one).is_file():
+            raise ValueError(f"{option}: there is no file {one}")
+        direction = "fwd" if args.direction == "fwd" else "bwd"
+        known[one] = stage = flash.read_stage(Path(one), direction)
+        if stage.direction != direction:
+            raise ValueError(f"{option}: {one} is {a_stage_of(stage.direction)}")
     elsewhere = {name for direction in args.passes for name in stages_of(direction, args)}
     missing = [name for name in asked if name not in known]
     if unknown := [name for name in missing if missing == asked or name not in elsewhere]:
@@ -674,7 +740,7 @@ def why_not(stage: flash.Stage, args: argparse.Namespace) -> str:
         return f"does not take {args.dtype}"
     try:
         stage.tiles(args.head_dim, flash.shared_memory_per_block(args.device))
-        return stage.available(args.device).reason
+        return stage.available(args.device, flash.DTYPES[args.dtype]).reason
     except ValueError as error:
         return str(error)
 
@@ -692,9 +758,9 @@ def main(argv: list[str] | None = None) -> int:
     if each[0].markdown:
         print("\n\n".join(results_table(each[0].data, N) for N in each[0].seqlens))
         return 0
-    if each[0].inspect:
+    if each[0].inspect or each[0].sweep:
         try:
-            return inspect(each[0])
+            return inspect(each[0]) if each[0].inspect else sweep(each[0])
         except KeyboardInterrupt:
             print("Interrupted.", file=sys.stderr)
             return 130

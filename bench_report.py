@@ -238,6 +238,69 @@ def plot_traffic(data: dict, file: Path) -> None:
          "HBM traffic, read and written", traffic, "bytes", more)
 
 
+# ---------------------------------------------------------------------------------------- --sweep
+def fastest_first(data: dict) -> list[dict]:
+    """The rows of a sweep; those without a time last."""
+    return sorted(data["results"], key=lambda row: row["median_ms"] or float("inf"))
+
+
+def show_sweep(data: dict, files: list[Path], most: int = 12) -> None:
+    """The best tile sizes on the terminal, and the default ones among them or after them."""
+    console = Console(highlight=False, markup=False)
+    rows = fastest_first(data)
+    table = Table(title=f"{data['stage']}: {title(data)}, N={data['results'][0]['N']}", box=box.HORIZONTALS)
+    for column in ("Br", "Bc", "time (ms)", "TFLOP/s", "max error", ""):
+        table.add_column(column, justify="right")
+    for i, row in enumerate(rows):
+        default = {name: row[name] for name in ("Br", "Bc")} == data["default"]
+        if i < most or default or row["status"] != "ok":
+            table.add_row(str(row["Br"]), str(row["Bc"]), number(row["median_ms"]), number(row["tflops"]),
+                          "-" if row["error"] is None else f"{row['error']:.1e}",
+                          row["status"].replace("ok", "default" * default),
+                          style="bold" if not i else "red" if row["status"] != "ok" else "")
+    console.print(data["device"])
+    if data["note"]:
+        console.print(data["note"], style="yellow")
+    console.print(table)
+    best = rows[0]
+    if best["median_ms"]:
+        console.print(f"Best of {len(rows)}: Br={best['Br']} Bc={best['Bc']}")
+    for row in rows:
+        if row["message"]:
+            console.print(f"{row['label']}: {row['message']}", style="red", soft_wrap=True)
+    console.print(*files, sep="\n", soft_wrap=True)
+
+
+def write_sweep(data: dict, folder: Path) -> list[Path]:
+    """A sweep as JSON, and as a picture: TFLOP/s by Br and Bc."""
+    files = [folder / f"sweep_{direction(data).replace('+', '_')}_{data['stage']}{end}"
+             for end in (".json", ".png")]
+    files[0].write_text(json.dumps(data, indent=1, allow_nan=False) + "\n")
+    times = {(row["Br"], row["Bc"]): row["tflops"] for row in data["results"] if row["tflops"]}
+    if not times:
+        return files[:1]
+    Brs, Bcs = (sorted({key[axis] for key in times}) for axis in (0, 1))
+    grid = [[times.get((Br, Bc), float("nan")) for Bc in Bcs] for Br in Brs]
+    figure, axes = plt.subplots(figsize=(2.5 + 0.8 * len(Bcs), 2.5 + 0.5 * len(Brs)), layout="constrained")
+    image = axes.imshow(grid, aspect="auto", origin="lower")
+    middle = (max(times.values()) + min(times.values())) / 2
+    for (Br, Bc), tflops in times.items():
+        is_default = {"Br": Br, "Bc": Bc} == data["default"]
+        axes.text(Bcs.index(Bc), Brs.index(Br), number(tflops) + "\ndefault" * is_default, ha="center",
+                  va="center", fontsize=8, color="black" if tflops > middle else "white")
+    axes.set_xticks(range(len(Bcs)), Bcs)
+    axes.set_yticks(range(len(Brs)), Brs)
+    axes.set_xlabel("Bc: rows of a tile of K and V")
+    axes.set_ylabel("Br: rows of a tile of Q")
+    heading = filter(None, (f"{data['stage']}: {title(data)}, N={data['results'][0]['N']}", data["device"],
+                            data["note"]))
+    axes.set_title("\n".join(textwrap.fill(line, 56) for line in heading), fontsize=9)
+    figure.colorbar(image, label="TFLOP/s")
+    figure.savefig(files[1], dpi=130)
+    plt.close(figure)
+    return files
+
+
 def write(data: dict, folder: Path) -> list[Path]:
     """The results as JSON and plots, in a folder that exists."""
     ends = (".json", "_time.png", "_memory.png", "_tflops.png", "_hbm.png")

@@ -339,7 +339,13 @@ def test_peer_that_refuses(tmp_path, capsys):
     ("--inspect naive,flash2", "no forward stage 'naive,flash2'"),
     ("--inspect nowhere.cuh", "error: --inspect: there is no file nowhere.cuh"),
     ("--inspect nowhere.cuh --pass bwd", "error: --inspect: there is no file nowhere.cuh"),
-    ("--inspect flash2 --seqlens 64,128", "takes one N; --seqlens has 64, 128"),
+    ("--inspect flash2 --seqlens 64,128", "--inspect: takes one N; --seqlens has 64, 128"),
+    ("--sweep flash2 --seqlens 64,128", "--sweep: takes one N; --seqlens has 64, 128"),
+    ("--sweep flash2 --pass fwd,bwd", "--sweep: takes one pass; --pass has fwd, bwd"),
+    ("--sweep flsh2", "--sweep: no forward stage 'flsh2' for fp32; there are naive, tiled,"),
+    ("--sweep nowhere.cuh --pass fwd+bwd", "error: --sweep: there is no file nowhere.cuh"),
+    ("--sweep stages/fwd_01_naive.cuh --pass bwd", "fwd_01_naive.cuh is a forward stage: add --pass fwd"),
+    ("--sweep flash2 --inspect flash2", "not allowed with argument"),
     ("--inspect flash2 --stages naive", "not allowed with argument"),
     ("--inspect flash2 --markdown results/cpu/bench_fwd.json", "not allowed with argument"),
     ("--inspect flash2 --heads 12:5", "H a multiple of H_kv"),
@@ -425,6 +431,33 @@ def test_without_the_checker(tmp_path, capsys, monkeypatch):
     status, data = run(tmp_path, "--seqlens", "32", "--stages", "naive")
     assert status == 0 and rows(data, "naive")[0]["hbm_read_bytes"] is None
     assert "Not run: HBM traffic: the checker needs GCC" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("direction, stage", [("fwd", "flash2"), ("bwd", "recompute")])
+def test_sweep(tmp_path, capsys, monkeypatch, direction, stage):
+    """Every size that the stage takes of those to try, and the default; the fastest first."""
+    monkeypatch.setattr(bench, "TILE_SIZES", (12, 16, 32))
+    options = ["--sweep", stage, "--pass", direction, "--seqlens", "32", "--out", str(tmp_path)]
+    assert bench.main([*TINY, *options]) == 0
+    file = tmp_path / f"sweep_{direction}_{stage}.json"
+    data, shown = json.loads(file.read_text()), capsys.readouterr().out
+    taken = {(64, 64), (16, 32), (32, 32)}
+    assert {(row["Br"], row["Bc"]) for row in data["results"]} == taken and data["default"]["Br"] == 64
+    assert all(row["status"] == "ok" and row["tflops"] > 0 for row in data["results"])
+    best = min(data["results"], key=lambda row: row["median_ms"])
+    assert f"Best of 3: Br={best['Br']} Bc={best['Bc']}" in shown and "default" in shown
+    assert data["note"] in " ".join(shown.split()) and str(file) in shown
+    assert file.with_suffix(".png").stat().st_size > 10_000
+
+
+def test_sweep_shows_what_is_wrong(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(bench, "TILE_SIZES", (32,))
+    mine = tmp_path / "mine.cuh"
+    text = (flash.STAGES / "fwd_04_flash2.cuh").read_text()
+    mine.write_text(text.replace("O_reg[r][c] *= alpha", "O_reg[r][c] *= BLOCK_R == 32 ? 1.f : alpha"))
+    assert bench.main([*TINY, "--sweep", str(mine), "--seqlens", "64", "--out", str(tmp_path)]) == 1
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "Br=32 Bc=32: the largest error in O is" in shown and "Best of 2: Br=64 Bc=64" in shown
 
 
 def test_inspect_needs_no_gpu(tmp_path, monkeypatch):
