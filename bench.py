@@ -6,7 +6,7 @@
     python bench.py --markdown build/bench/bench_fwd.json --seqlens 1024      # a result as a Markdown table
     python bench.py --inspect flash2                   # every access to memory of one stage, in the simulator
     python bench.py --inspect naive --line fwd_01_naive.cuh:49           # and a picture of one line's
-    python bench.py --sweep flash2 --seqlens 4096      # one stage with all tile sizes that fit: which is best?
+    python bench.py --sweep flash2 --seqlens 4096      # one stage with all tile sizes that fit
 
 A stage is checked before it is timed, against attention in float64. Its largest error in O may be twice that
 of PyTorch's plain attention in the same type, plus 1e-6; in dQ, dK and dV three times, plus 1e-6 of the
@@ -47,7 +47,13 @@ os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # read when torch loads: else i
 import numpy
 import torch
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeElapsedColumn,
+)
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.profiler import ProfilerActivity, profile
 
@@ -594,8 +600,8 @@ def parse_arguments(argv: list[str] | None = None) -> list[argparse.Namespace]:
                            "report every access to memory, and what is wrong with any; with --pass bwd, a "
                            "stage of the backward pass")
     what.add_argument("--sweep", metavar="STAGE",
-                      help="time this stage, a name or a .cuh file, with all tile sizes that it takes here: a "
-                           "table with the best first, and a picture; the header's tiles come from this")
+                      help="time this stage, a name or a .cuh file, with all tile sizes that it takes here: "
+                           "a table with the best first, and a picture; the header's tiles come from this")
     add("--line", metavar="FILE:LINE",
         help="with --inspect: also draw which lane of a warp touches which bank or sector at this line")
     what.add_argument("--markdown", metavar="JSON", type=Path,

@@ -64,11 +64,11 @@ def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool
 
     Differentiable, once: the gradients of q, k and v come from a backward stage, for a loss of o, of L or of
     both. torch.compile, torch.export and torch.utils.checkpoint go through it, torch.func's transforms do
-    not. Under torch.autocast, 16-bit q, k and v are converted to float32, and o is float32: no stage is
-    16-bit yet.
+    not. Under torch.autocast, q, k and v are converted to its type, and o has it; or to float32, if a stage
+    that you name does not take it, or none that takes it runs here.
 
     Args:
-        q: (B, H, N_q, d), float32; d a multiple of 8 up to 256.
+        q: (B, H, N_q, d), float32, float16 or bfloat16; d a multiple of 8 up to 256.
         k, v: (B, H_kv, N_k, d), H a multiple of H_kv: query head h reads head h // (H // H_kv). All three:
             same type and device; the last dimension contiguous, other strides any, but rows start at
             multiples of 16 bytes.
@@ -94,7 +94,7 @@ def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool
 
     The gradients are like q, k and v. That of o is copied if its rows are not as q's must be.
     """
-    q, k, v = _autocast(q, k, v)
+    q, k, v = _autocast(q, k, v, stage, backward)
     check = _check_dimensions if torch.compiler.is_compiling() else _check_tensors
     check(q, k, v)
     diagonal = k.shape[2] - q.shape[2] if _bool("causal", causal) else None
@@ -119,7 +119,7 @@ def scaled_dot_product_attention(query: torch.Tensor, key: torch.Tensor, value: 
         raise ValueError("attn_mask: the stages know no mask but is_causal")
     if dropout_p != 0.0:
         raise ValueError("dropout_p: the stages know no dropout; pass 0.0")
-    q, k, v = _autocast(query, key, value)
+    q, k, v = _autocast(query, key, value, stage, backward)
     check = _check_dimensions if torch.compiler.is_compiling() else _check_tensors
     check(q, k, v, ("query", "key", "value"))
     diagonal = 0 if _bool("is_causal", is_causal) else None
@@ -159,11 +159,30 @@ def _attention(q, k, v, diagonal: int | None, scale: float | None, stage, backwa
         backward_tiles["Br"], backward_tiles["Bc"])
 
 
-def _autocast(*tensors):
-    """Under torch.autocast, 16-bit tensors as float32."""
-    return [x.float() if isinstance(x, torch.Tensor) and x.dtype in (torch.float16, torch.bfloat16)
-            and x.device.type in ("cpu", "cuda") and torch.is_autocast_enabled(x.device.type) else x
-            for x in tensors]
+def _autocast(q, k, v, stage, backward):
+    """q, k and v, under torch.autocast in the type that it asks for."""
+    tensors = q, k, v
+    if not all(isinstance(x, torch.Tensor) and x.device.type in ("cpu", "cuda") for x in tensors):
+        return tensors
+    device = q.device.type
+    if not torch.is_autocast_enabled(device):
+        return tensors
+    gradients = backward is not None or (
+        torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad))
+    dtype = _autocast_type(device, torch.get_autocast_dtype(device), _text(stage), _text(backward), gradients)
+    return [x.to(dtype) if x.dtype in (torch.float32, torch.float16, torch.bfloat16) else x for x in tensors]
+
+
+@torch.compiler.assume_constant_result  # torch.compile need not look into the registry
+def _autocast_type(device: str, dtype: torch.dtype, stage: str | None, backward: str | None,
+                   gradients: bool) -> torch.dtype:
+    """Autocast's type, or float32 if a stage that the call names does not take it, or none that runs here."""
+    for direction, name in [("fwd", stage), *[("bwd", backward)] * gradients]:
+        try:
+            find_stage(_of_text(name), dtype, torch.device(device), direction)
+        except (ValueError, RuntimeError):
+            return torch.float32
+    return dtype
 
 
 def _text(stage: str | Path | Stage | None) -> str | None:

@@ -30,6 +30,10 @@
 //   stages/fwd_03_online_softmax.cuh   FlashAttention-1: one kernel, S and P never leave the chip
 //   stages/fwd_04_flash2.cuh           FlashAttention-2: the loops the other way round; O stays in registers
 //   stages/fwd_05_vectorized.cuh       float4, register tiles: near what fp32 multipliers give
+//   stages/fwd_06_wmma.cuh             fp16 and bf16 on tensor cores, by the portable API
+//   stages/fwd_07_mma.cuh              mma.sync and ldmatrix: S and P never leave registers
+//   stages/fwd_08_swizzle.cuh          the XOR swizzle: no bank conflicts
+//   stages/fwd_09_cp_async.cuh         asynchronous copies, double buffering
 // A stage starts with lines for jit/registry.py: tile sizes and conditions on them (tiles, limits), and in
 // bytes the shared memory of a block (shared) and the HBM traffic of a call without a mask, if nothing is
 // cached (hbm).

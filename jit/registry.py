@@ -96,7 +96,8 @@ class Stage:
             have = torch.cuda.get_device_capability(device)
             exact = needs.endswith("a")  # sm_90a: its own instructions, which no later one has
             if (have[0] != int(needed[1])) if exact else have < (int(needed[1]), int(needed[2])):
-                return Available(f"needs {needs}{f' for {dtype}' * (needs != self.needs)}; {torch.cuda.get_device_name(device)} has "
+                what = f"{needs} for {dtype}" if needs != self.needs and dtype else needs
+                return Available(f"needs {what}; {torch.cuda.get_device_name(device)} has "
                                  f"sm_{have[0]}{have[1]}")
         try:
             find_nvcc(torch.version.cuda)

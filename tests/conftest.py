@@ -54,10 +54,11 @@ def poisoned():
 
 
 def reference(q, k, v, diagonal=None, scale=None):
-    """(O, L) by PyTorch, in the type of q: float64 for the truth, float32 for the error to compare with.
+    """(O, L) by PyTorch, in the type of q: float64 for the truth, another one for the error to compare with.
 
     Query i sees key j <= i + diagonal; None: all. L in the natural logarithm. Rows that see no key: O = 0,
-    L = -inf.
+    L = -inf. In 16 bits S and P are rounded, and the softmax between them is computed in float32, as PyTorch
+    does it.
     """
     group = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)
@@ -66,9 +67,10 @@ def reference(q, k, v, diagonal=None, scale=None):
     if diagonal is not None:
         seen = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).tril(diagonal)
         scores = scores.masked_fill(~seen, -torch.inf)
+    scores = scores.to(torch.promote_types(q.dtype, torch.float32))
     lse = scores.logsumexp(-1)
     probabilities = torch.exp(scores - lse.where(lse > -torch.inf, 0)[..., None])
-    return probabilities @ v, lse
+    return probabilities.to(q.dtype) @ v, lse
 
 
 def max_error(x, truth) -> float:
@@ -95,7 +97,7 @@ def random_gradients(q, seed=7):
     generator = torch.Generator().manual_seed(seed)
     do = torch.randn(q.shape, generator=generator) * 0.9 + 0.2
     dlse = torch.randn(q.shape[:3], generator=generator) * 0.5 - 0.1
-    return do.to(q.device, q.dtype), dlse.to(q.device, q.dtype)
+    return do.to(q.device, q.dtype), dlse.to(q.device)
 
 
 def reference_gradients(q, k, v, do, diagonal=None, scale=None, dlse=None):
@@ -111,16 +113,19 @@ def reference_gradients(q, k, v, do, diagonal=None, scale=None, dlse=None):
 
 def recomputed_gradients(q, k, v, do, diagonal=None, scale=None, dlse=None):
     """(dq, dk, dv) by the formulas of flash_bwd.cu, from O and L, in PyTorch and the type of q: for the error
-    to compare with. An L of 1000 has an error of 3e-5, and so has then all of its row of P."""
-    o, lse = (x.to(q.dtype) for x in reference(q.double(), k.double(), v.double(), diagonal, scale))
+    to compare with. An L of 1000 has an error of 3e-5, and so has then all of its row of P. In 16 bits what
+    goes into a product is rounded, and what lies between two of them is computed in float32."""
+    o, lse = reference(q.double(), k.double(), v.double(), diagonal, scale)
+    o, lse = o.to(q.dtype), lse.float()
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     H_kv, group = k.shape[1], q.shape[1] // k.shape[1]
     K, V = k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)
-    P = torch.exp(q @ K.mT * scale - lse[..., None])
+    P = torch.exp((q @ K.mT * scale).float() - lse[..., None])
     if diagonal is not None:
         P = P.where(torch.ones(P.shape[-2:], dtype=torch.bool, device=q.device).tril(diagonal), 0)
-    D = (do * o).sum(-1) - (0 if dlse is None else dlse)
-    dS = P * (do @ V.mT - D.where(lse > -torch.inf, 0)[..., None])
+    D = (do.float() * o.float()).sum(-1) - (0 if dlse is None else dlse)
+    dS = P * ((do @ V.mT).float() - D.where(lse > -torch.inf, 0)[..., None])
+    P, dS = P.to(q.dtype), dS.to(q.dtype)
     dK, dV = (x.unflatten(1, (H_kv, group)).sum(2) for x in (scale * dS.mT @ q, P.mT @ do))
     return scale * dS @ K, dK, dV
 

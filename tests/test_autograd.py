@@ -17,15 +17,22 @@ from torch.utils.checkpoint import checkpoint
 import flash
 from jit import registry
 
-FORWARD, BACKWARD = ([s.name for s in flash.stages(direction)] for direction in ("fwd", "bwd"))
-PAIRS = [(FORWARD[i % len(FORWARD)], BACKWARD[i % len(BACKWARD)])
-         for i in range(max(len(FORWARD), len(BACKWARD)))]
+
+def pairs_of(dtype) -> list:
+    """Of a type: each forward and each backward stage at least once."""
+    fwd, bwd = ([s.name for s in flash.stages(direction) if dtype in s.dtypes]
+                for direction in ("fwd", "bwd"))
+    return [(fwd[i % len(fwd)], bwd[i % len(bwd)], dtype) for i in range(max(len(fwd), len(bwd)))]
+
+
+PAIRS = [pytest.param(*pair, id="-".join(map(str, pair)).replace("torch.", ""))
+         for dtype in flash.DTYPES.values() for pair in pairs_of(dtype)]
 STAGES = {"stage": "flash2", "backward": "naive"}  # of all tests of one shape: so they build once
 
 
-def leaves(device="cpu", needed="qkv", d=16):
+def leaves(device="cpu", needed="qkv", d=16, dtype=torch.float32):
     """q, k, v (GQA; the first 3 rows see no key, if causal); those in `needed` require gradients."""
-    tensors = random_qkv(1, 4, 2, 23, 20, d, device)
+    tensors = random_qkv(1, 4, 2, 23, 20, d, device, dtype)
     return [x.requires_grad_(name in needed) for name, x in zip("qkv", tensors)]
 
 
@@ -43,11 +50,12 @@ def nothing_is_built(monkeypatch):
 
 
 # ------------------------------------------------------------------------------------------ gradients
-@pytest.mark.parametrize("stage, backward", PAIRS)
-def test_gradients(stage, backward, device):
+@pytest.mark.parametrize("stage, backward, dtype", PAIRS)
+def test_gradients(stage, backward, dtype, device):
     """Of a loss of both o and L, through each stage of either ladder."""
-    q, k, v = leaves(device)
+    q, k, v = leaves(device, dtype=dtype)
     do, dlse = random_gradients(q)
+    dlse = dlse.float()
     with poisoned():
         o, lse = flash.attention(q, k, v, causal=True, scale=0.3, stage=stage, backward=backward,
                                  return_lse=True)
@@ -422,6 +430,41 @@ def test_autocast(kind, device):
     assert all(torch.equal(x, y.to(x.dtype)) for x, y in zip(gradients, expected))
     with pytest.raises(ValueError, match="^k has type torch.float32, q torch.bfloat16"):
         call(q16, k, v16)
+
+
+@pytest.mark.parametrize("kind", ["eager", "aot_eager"])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_autocast_is_honoured(kind, dtype, device):
+    """In its type, by the stages for that; the gradients in the inputs' types."""
+    q, k, v = leaves(device)
+    v16 = v.detach().bfloat16().requires_grad_()
+    do, _ = random_gradients(q.to(dtype))
+
+    def call(q, k, v):
+        return flash.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+
+    with torch.autocast(device, dtype):
+        o = (call if kind == "eager" else torch.compile(call, backend=kind, fullgraph=True))(q, k, v16)
+    low = [x.detach().to(dtype).requires_grad_() for x in (q, k, v16)]
+    expected = call(*low)
+    assert o.dtype == dtype and torch.equal(o, expected)
+    gradients = torch.autograd.grad(o, [q, k, v16], do)
+    assert [x.dtype for x in gradients] == [torch.float32, torch.float32, torch.bfloat16]
+    for x, y in zip(gradients, torch.autograd.grad(expected, low, do)):
+        assert torch.allclose(x.float(), y.float(), rtol=1e-2, atol=1e-3)
+
+
+def test_autocast_without_stages_for_its_type(monkeypatch):
+    """Where none that takes it runs, and none that is named: in float32."""
+    q, k, v = leaves(needed="")
+    monkeypatch.setattr(flash.Stage, "available", lambda self, device, dtype=None: flash.Available(
+        "not here" * (torch.float32 not in self.dtypes)))
+    with torch.autocast("cpu", torch.bfloat16):
+        assert flash.attention(q, k, v).dtype == torch.float32
+    monkeypatch.undo()
+    with torch.autocast("cpu", torch.bfloat16):
+        assert flash.attention(q, k, v).dtype == torch.bfloat16
+        assert flash.attention(q, k, v, backward="naive").dtype == torch.float32
 
 
 # ------------------------------------------------------------------------------------------ compile

@@ -35,6 +35,18 @@ def name_of(kernel):
 
 
 every_kernel = pytest.mark.parametrize("kernel", KERNELS, ids=name_of)
+every_kernel_and_type = pytest.mark.parametrize("kernel, dtype", [
+    pytest.param(kernel, dtype, id=f"{name_of(kernel)}-{dtype}".replace("torch.", ""))
+    for kernel in KERNELS for dtype in BY_NAME[kernel[0]].dtypes])
+
+
+def type_of(kernel) -> torch.dtype:
+    return BY_NAME[kernel[0]].dtypes[-1]
+
+
+def random_for(kernel, *shape_and_device, **options):
+    """q, k and v of a type that the stage takes."""
+    return random_qkv(*shape_and_device, dtype=type_of(kernel), **options)
 
 
 def diagonal_of(mask, q, k):
@@ -55,11 +67,11 @@ def assert_equal(first, second):
 
 
 @pytest.mark.parametrize("case", GRID, ids=lambda c: "-".join(map(str, c)))
-@every_kernel
-def test_grid(kernel, case, device):
+@every_kernel_and_type
+def test_grid(kernel, dtype, case, device):
     """With dL and without. A row that sees no key, a key that no row sees: exactly 0."""
     *shape, mask = case
-    q, k, v = random_qkv(*shape, device)
+    q, k, v = random_qkv(*shape, device, dtype)
     do, dlse = random_gradients(q)
     diagonal = diagonal_of(mask, q, k)
     for options in ((diagonal, None, None), (diagonal, None, dlse)):
@@ -78,8 +90,8 @@ def test_random_shapes(kernel, device):
     for seed in range(12):
         H_kv = rng.choice([1, 2, 3])
         heads = H_kv * rng.randint(1, 3)
-        q, k, v = random_qkv(rng.randint(1, 2), heads, H_kv, rng.randint(1, 140), rng.randint(1, 140), 32,
-                             device, seed=seed)
+        q, k, v = random_for(kernel, rng.randint(1, 2), heads, H_kv, rng.randint(1, 140),
+                             rng.randint(1, 140), 32, device, seed=seed)
         do, dlse = random_gradients(q, seed)
         options = diagonal_of(rng.choice([None, "bottom", "top"]), q, k), None, rng.choice([None, dlse])
         check_gradients(run(kernel, q, k, v, do, *options), q, k, v, do, *options)
@@ -89,18 +101,18 @@ def test_random_shapes(kernel, device):
 def test_strides(kernel, device):
     """Heads behind rows, as projections leave them, and one k for all heads; the gradients are laid out so,
     too. Then gaps of NaN, others in each tensor."""
-    q, k, v = (x.transpose(1, 2) for x in random_qkv(2, 50, 50, 6, 6, 32, device))
+    q, k, v = (x.transpose(1, 2) for x in random_for(kernel, 2, 50, 50, 6, 6, 32, device))
     do = random_gradients(q.transpose(1, 2))[0].transpose(1, 2)
     gradients = run(kernel, q, k, v, do)
     check_gradients(gradients, q, k, v, do)
     assert all(x.stride() == q.stride() for x in gradients)
 
-    q, k, v = random_qkv(2, 3, 1, 50, 50, 32, device)
+    q, k, v = random_for(kernel, 2, 3, 1, 50, 50, 32, device)
     k, v = k.expand(2, 3, 50, 32), v.expand(2, 3, 50, 32)
     do, dlse = random_gradients(q)
     check_gradients(run(kernel, q, k, v, do, 3, None, dlse), q, k, v, do, 3, None, dlse)
 
-    q, k, v, diagonal = qkv_with_gaps(device)
+    q, k, v, diagonal = qkv_with_gaps(device, type_of(kernel))
     do, dlse = random_gradients(q)
     do = with_gaps(do, 4)
     assert len({x.stride() for x in (q, k, v, do)}) == 4
@@ -112,15 +124,15 @@ def test_strides(kernel, device):
 @every_kernel
 def test_many_heads(kernel):
     """B * H above 65535, the limit of a grid's y and z."""
-    q, k, v = random_qkv(65536, 1, 1, 1, 2, 8, "cuda")
+    q, k, v = random_for(kernel, 65536, 1, 1, 1, 2, 8, "cuda")
     do, _ = random_gradients(q)
     check_gradients(run(kernel, q, k, v, do), q, k, v, do)
 
 
-@every_kernel
-def test_scale_and_large_scores(kernel, device):
+@every_kernel_and_type
+def test_scale_and_large_scores(kernel, dtype, device):
     """Scores of some +-1000, where P is 0 or 1 nearly everywhere; and a negative and a zero scale."""
-    q, k, v = random_qkv(1, 2, 2, 70, 90, 64, device)
+    q, k, v = random_qkv(1, 2, 2, 70, 90, 64, device, dtype)
     do, dlse = random_gradients(q)
     for scale in (30.0, -0.2, 0.0):
         gradients = run(kernel, q, k, v, do, 20, scale, dlse)
@@ -131,7 +143,7 @@ def test_scale_and_large_scores(kernel, device):
 @every_kernel
 def test_far_below_zero(kernel, device):
     """L below -88: then e^(0 - L), of a key of zeros past the end, is infinite, and times 0 it is NaN."""
-    q, k, v = random_qkv(1, 2, 1, 70, 90, 64, device)
+    q, k, v = random_for(kernel, 1, 2, 1, 70, 90, 64, device)
     q, k = q + 5, k - 5
     do, dlse = random_gradients(q)
     assert reference(q, k, v)[1].max() < -88
@@ -141,7 +153,7 @@ def test_far_below_zero(kernel, device):
 @every_kernel
 def test_rows_that_see_no_key(kernel, device):
     """Their gradients are exactly 0, and what is in dL there, where L is -inf, goes nowhere."""
-    q, k, v = random_qkv(1, 2, 1, 60, 40, 32, device)
+    q, k, v = random_for(kernel, 1, 2, 1, 60, 40, 32, device)
     do, dlse = random_gradients(q)
     expected = run(kernel, q, k, v, do, -20, None, dlse)
     assert (expected[0][:, :, :20] == 0).all() and (expected[0][:, :, 20:] != 0).any(-1).all()
@@ -158,7 +170,7 @@ def test_rows_that_see_no_key(kernel, device):
 @every_kernel
 def test_nan_stays_where_it_belongs(kernel, what, device):
     """A NaN in a row of Q or dO: in that row of dQ, and in dK and dV of its key head. Nowhere else."""
-    q, k, v = random_qkv(2, 4, 2, 40, 40, 32, device)
+    q, k, v = random_for(kernel, 2, 4, 2, 40, 40, 32, device)
     do, _ = random_gradients(q)
     o, lse = reference(q, k, v)
     {"q": q, "do": do}[what][1, 2, 7, 3] = math.nan
@@ -175,7 +187,7 @@ def test_nan_stays_where_it_belongs(kernel, what, device):
 @pytest.mark.parametrize("kernel", KERNELS, ids=name_of)
 def test_nan_in_a_key_that_no_row_sees(kernel, device):
     """It has no gradient, nor have its neighbours a wrong one: also where a tile ends past the last row."""
-    q, k, v = random_qkv(1, 2, 1, 40, 50, 32, device)
+    q, k, v = random_for(kernel, 1, 2, 1, 40, 50, 32, device)
     do, _ = random_gradients(q)
     o, lse = reference(q, k, v, 0)
     k[0, 0, 45, 3] = math.nan
@@ -189,7 +201,7 @@ def test_nan_in_a_key_that_no_row_sees(kernel, device):
 @pytest.mark.parametrize("kernel", DETERMINISTIC, ids=name_of)
 def test_bit_identical_every_run(kernel, device, monkeypatch):
     """Over repetitions, and in the simulator also over the order in which threads and blocks run."""
-    q, k, v = random_qkv(1, 4, 2, 70, 100, 32, device)
+    q, k, v = random_for(kernel, 1, 4, 2, 70, 100, 32, device)
     do, dlse = random_gradients(q)
     first = run(kernel, q, k, v, do, 30, None, dlse)
     for seed in range(3):
@@ -201,13 +213,14 @@ def test_bit_identical_every_run(kernel, device, monkeypatch):
 @pytest.mark.parametrize("kernel", ATOMIC, ids=name_of)
 def test_atomics_only_where_the_header_says_so(kernel, monkeypatch):
     """dQ depends on the order of the blocks, so "deterministic: no" is no idle warning; dK and dV do not."""
-    q, k, v = random_qkv(1, 4, 2, 70, 200, 32, "cpu")
+    q, k, v = random_for(kernel, 1, 4, 2, 70, 200, 32, "cpu")
     do, _ = random_gradients(q)
     runs = []
     for seed in range(4):
         monkeypatch.setenv("FLASH_SIM_SEED", str(seed))
         runs.append(run(kernel, q, k, v, do))
-    assert any(not torch.equal(dq, runs[0][0]) for dq, _, _ in runs)
+    if type_of(kernel) == torch.float32:     # rounding to 16 bits may hide it
+        assert any(not torch.equal(dq, runs[0][0]) for dq, _, _ in runs)
     for gradients in runs:
         assert_equal(gradients[1:], runs[0][1:])
 
@@ -215,7 +228,7 @@ def test_atomics_only_where_the_header_says_so(kernel, monkeypatch):
 @pytest.mark.parametrize("kernel", DETERMINISTIC, ids=name_of)
 def test_bits_do_not_depend_on_the_batch(kernel, device):
     """A sample gives the same bits alone and as the first or the last of four."""
-    q, k, v = random_qkv(4, 4, 2, 70, 70, 32, device)
+    q, k, v = random_for(kernel, 4, 4, 2, 70, 70, 32, device)
     do, dlse = random_gradients(q)
     q[3], k[3], v[3], do[3], dlse[3] = q[0], k[0], v[0], do[0], dlse[0]
     alone = run(kernel, *(x[:1] for x in (q, k, v, do)), 0, None, dlse[:1])
@@ -228,10 +241,11 @@ def test_bits_do_not_depend_on_the_batch(kernel, device):
 @every_kernel
 def test_directional_derivative(kernel, mask, device):
     """What the loss does when q, k or v moves a little, by the forward pass alone: without autograd."""
-    q, k, v = random_qkv(1, 2, 1, 5, 7, 32, device)
+    q, k, v = random_qkv(1, 2, 1, 5, 7, 32, device, BY_NAME[kernel[0]].dtypes[0])
     do, dlse = random_gradients(q)
     diagonal = diagonal_of(mask, q, k)
     gradients = run(kernel, q, k, v, do, diagonal, None, dlse)
+    allowed = 1e-5 if q.dtype == torch.float32 else 16 * torch.finfo(q.dtype).eps
 
     def loss(step):
         o, lse = reference(*(x.double() + step * u for x, u in zip((q, k, v), direction)), diagonal)
@@ -243,13 +257,13 @@ def test_directional_derivative(kernel, mask, device):
                                        generator=torch.Generator().manual_seed(moved)).to(device)
         expected = (loss(1e-5) - loss(-1e-5)) / 2e-5
         found = (gradients[moved].double() * direction[moved]).sum().item()
-        assert abs(expected) > 0.1 and abs(found - expected) < 1e-5 * max(1, abs(expected))
+        assert abs(expected) > 0.1 and abs(found - expected) < allowed * max(1, abs(expected))
 
 
 @every_kernel
 def test_tile_sizes(kernel, device):
     """Other tiles, the same result."""
-    q, k, v = random_qkv(1, 2, 1, 75, 90, 64, device)
+    q, k, v = random_for(kernel, 1, 2, 1, 75, 90, 64, device)
     do, _ = random_gradients(q)
     for tiles in tile_sizes(BY_NAME[kernel[0]], 64):
         check_gradients(run(kernel, q, k, v, do, 15, **tiles), q, k, v, do, 15)
@@ -258,14 +272,16 @@ def test_tile_sizes(kernel, device):
 @pytest.mark.parametrize("kernel", KERNELS[1:], ids=name_of)
 def test_as_naive(kernel, device):
     """From the O and L that a forward stage leaves, as in training: what the plainest stage makes of them."""
-    q, k, v = random_qkv(1, 4, 2, 200, 230, 64, device)
+    q, k, v = random_for(kernel, 1, 4, 2, 200, 230, 64, device)
     do, dlse = random_gradients(q)
     o, lse = flash._forward(q, k, v, 30, None, *flash._choose(None, q))
-    ours, naive = (flash._backward(q, k, v, o, lse, do, dlse, 30, None,
-                                   *flash._choose(name, q, "bwd"), wanted)
-                   for name, wanted in (kernel, ("naive", False)))
+    ours = flash._backward(q, k, v, o, lse, do, dlse, 30, None, *flash._choose(kernel[0], q, "bwd"),
+                           kernel[1])
+    in_fp32 = [x.float() for x in (q, k, v, o, lse, do, dlse)]
+    naive = flash._backward(*in_fp32, 30, None, *flash._choose("naive", in_fp32[0], "bwd"), False)
+    allowed = 3e-6 if q.dtype == torch.float32 else 4 * torch.finfo(q.dtype).eps
     for x, y in zip(ours, naive):
-        assert max_error(x, y.double()) < 3e-6 * y.abs().max().item()
+        assert max_error(x, y.double()) < allowed * y.abs().max().item()
 
 
 @pytest.mark.parametrize("stage", [s for s in STAGES if s.shared != "0"], ids=lambda s: s.name)
@@ -276,7 +292,7 @@ def test_header_knows_the_shared_memory(stage, monkeypatch):
     tiles = next(tiles for tiles in sizes if not stage._tile_problem(256, 10**9, tiles))
     stated = registry._evaluate(stage.shared, d=256, **tiles)
     assert stated > 227 * 1024
-    q, k, v = random_qkv(1, 1, 1, 16, 16, 256, "cpu")
+    q, k, v = random_qkv(1, 1, 1, 16, 16, 256, "cpu", stage.dtypes[0])
     with pytest.raises(RuntimeError, match=f" {stated} bytes of shared memory a block; at most 232448 are"):
         run((stage.name, False), q, k, v, q, **tiles)
 
@@ -295,7 +311,7 @@ def test_default_tiles_shrink_to_fit(stage):
 @every_kernel
 def test_runs_on_torchs_stream(kernel):
     """All kernels of a stage must wait for what the stream does before, and not for other streams."""
-    q, k, v = random_qkv(1, 2, 2, 128, 128, 64, "cuda")
+    q, k, v = random_for(kernel, 1, 2, 2, 128, 128, 64, "cuda")
     do, _ = random_gradients(q)
     late = torch.zeros_like(do)
     stream = torch.cuda.Stream()

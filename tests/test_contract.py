@@ -11,7 +11,8 @@ from conftest import random_qkv
 import flash
 from jit import registry
 
-STAGES = [s.name for s in flash.stages("fwd")]
+BY_NAME = {s.name: s for s in flash.stages("fwd")}
+STAGES = list(BY_NAME)
 
 
 def qkv(B=1, H=2, H_kv=2, N=16, d=16, dtype=torch.float32, device="cpu"):
@@ -31,8 +32,8 @@ def refused(message, *args, error=ValueError, **kwargs):
 
 
 def misaligned(x):
-    """The same values, four bytes past a multiple of 16."""
-    return torch.cat([torch.zeros(1), x.flatten()])[1:].view(x.shape)
+    """The same values, one element past a multiple of 16 bytes."""
+    return torch.cat([torch.zeros(1, dtype=x.dtype), x.flatten()])[1:].view(x.shape)
 
 
 def rows_apart(x, gap):
@@ -77,6 +78,14 @@ BAD_TENSORS = {
     "misaligned rows": (
         [rows_apart(q, 1), k, v],
         r"^q's rows must start at multiples of 16 bytes.* \(2176, 1088, 68\) bytes",
+    ),
+    "misaligned, 16 bits": (
+        [q.half(), misaligned(k.half()), v.half()],
+        r"^k's rows must start at multiples of 16 bytes; its first is 2 bytes past one.*k.clone",
+    ),
+    "misaligned rows, 16 bits": (
+        [q.bfloat16(), k.bfloat16(), rows_apart(v.bfloat16(), 4)],
+        r"^v's rows must start at multiples of 16 bytes.* \(1280, 640, 40\) bytes",
     ),
 }
 
@@ -179,10 +188,10 @@ def test_shared_memory_is_checked_with_both_numbers(stage, monkeypatch):
     """A T4 allows 64 KB, an H100 227 KB: what fits on the one is refused on the other."""
     monkeypatch.setattr(flash, "shared_memory_per_block", lambda device: 65536)
     refused(
-        rf"^stage '{stage}' with Br=64, Bc=64, d=256 needs \d{{6}} bytes of shared memory a block, "
+        rf"^stage '{stage}' with Br=64, Bc=64, d=256 needs \d{{5,6}} bytes of shared memory a block, "
         r"and this device has 65536; "
         r"(Br=\d+, Bc=\d+ would work|no tile sizes fit)",
-        *qkv(d=256),
+        *qkv(d=256, dtype=BY_NAME[stage].dtypes[0]),
         stage=stage,
         Br=64,
         Bc=64,
@@ -194,14 +203,14 @@ def test_shared_memory_is_checked_with_both_numbers(stage, monkeypatch):
 def test_header_knows_the_shared_memory(stage, monkeypatch):
     """A header states the bytes that its kernels ask for: past Python's check, CUDA names the number."""
     monkeypatch.setattr(flash, "shared_memory_per_block", lambda device: 10**9)
-    s = {s.name: s for s in flash.stages("fwd")}[stage]
-    sizes = ({"Br": Br, "Bc": Bc} for Br in (128, 64) for Bc in (128, 64))
+    s = BY_NAME[stage]
+    sizes = ({"Br": Br, "Bc": Bc} for Br in (256, 128, 64) for Bc in (128, 64))
     tiles = next(t for t in sizes if not s._tile_problem(256, 10**9, t))
     stated = registry._evaluate(s.shared, d=256, **tiles)
     assert stated > 227 * 1024
     refused(
         f" {stated} bytes of shared memory a block; at most 232448 are possible",
-        *qkv(d=256),
+        *qkv(d=256, dtype=s.dtypes[0]),
         stage=stage,
         **tiles,
         error=RuntimeError,
@@ -212,7 +221,7 @@ def test_header_knows_the_shared_memory(stage, monkeypatch):
 def test_default_tiles_shrink_to_fit(stage):
     """The header's own where there is room: on an H100, 227 KB a block. Smaller ones on a T4 (64 KB) up to
     d = 128, and on every GPU since Ampere (99 KB at least) up to 248."""
-    s = {s.name: s for s in flash.stages("fwd")}[stage]
+    s = BY_NAME[stage]
     for d in range(8, 257, 8):
         assert s.tiles(d, 227 * 1024) == s.default_tiles(d)
     for shared_memory, most in ((64 * 1024, 128), (99 * 1024, 248)):

@@ -90,6 +90,72 @@ MUTANTS = [
     ("vectorized", "the next tile of K too early", r"\(j \+ 1\) \* Bc\);", "(j + 2) * Bc);"),
     ("vectorized", "O past its end", r"if \(row >= p.N_q\) continue;", ""),
     ("vectorized", "O past its row", r"if \(k >= d\) continue;", ""),
+    *(
+        (stage, what, pattern, replacement)
+        for stage in ("wmma", "mma", "swizzle")
+        for what, pattern, replacement in [
+            ("the mask off by one", r"col <= row \+ p.diagonal", "col < row + p.diagonal"),
+            ("the mask from the wrong corner", r"col <= row \+ p.diagonal", "col <= row"),
+            ("scale missing", r"\? p.scale \* ", "? "),
+            ("the wrong key head", r"h / \(p.H / p.H_kv\)", "h % p.H_kv"),
+            ("L without the maximum", r"m(\[s\]\[r\])? \+ logf", "logf"),
+            ("a row that sees no key", r"== -INFINITY \? 0.f : ", "== -INFINITY ? -INFINITY : "),
+            ("0 / 0 for such a row", r"factor = l(\[s\]\[r\])? == 0.f", "factor = false"),
+            ("keys past the end", r"col < p.N_k && \(", "("),
+            ("causal: a tile too few", r"\(i \+ 1\) \* Br \+ p.diagonal", "i * Br + p.diagonal"),
+            ("sum not rescaled", r"l(\[s\]\[r\])? \*= alpha;", ""),
+            ("rows past the end", r"first \+ row < N && ", ""),
+        ]
+    ),
+    *(
+        (stage, what, pattern, replacement)
+        for stage in ("mma", "swizzle")
+        for what, pattern, replacement in [
+            ("the erratum: diag(...)^-1", r"\*= alpha;\n(\s*O_reg.*) \*= alpha", r"/= alpha;\n\1 /= alpha"),
+            ("one row of two not rescaled", r"O_reg\[s\]\[n\]\[2 \* r \+ 1\] \*= alpha;", ""),
+            ("maximum of the lane, not of the row", r"m_new = quad_max\(m_new\);", ""),
+            ("sum of the lane, not of the row", r"l\[s\]\[r\] = quad_sum\(l\[s\]\[r\]\);", ""),
+            ("the quarters of P in another order", r"P_reg\[s\]\[1\] = pack<ELEMENT>\(left\[2\], left\[3\]",
+             "P_reg[s][1] = pack<ELEMENT>(right[0], right[1]"),
+            ("V not transposed", r"ldmatrix_x4_trans", "ldmatrix_x4"),
+            ("K's rows as V's", r"K_row = .*;", "K_row = lane % 16, K_col = lane / 16 * 8;"),
+            ("the other row of the lane", r"16 \* s \+ 8 \* r \+ group", "16 * s + 8 * (1 - r) + group"),
+            ("O past its end", r"if \(row >= p.N_q\) continue;", ""),
+        ]
+    ),
+    *((stage, "two pieces in one place", r"\^ row % 8 \* 8", "| row % 8 * 8")
+      for stage in ("swizzle", "cp_async")),
+    *(
+        ("cp_async", what, pattern, replacement)
+        for what, pattern, replacement in [
+            ("the mask off by one", r"c > last - j", "c >= last - j"),
+            ("the mask from the wrong corner", r"row \+ p\.diagonal\) : p\.N_k - 1", "row) : p.N_k - 1"),
+            ("scale missing", r"fabsf\(p\.scale\) \* LOG2_E", "LOG2_E"),
+            ("the wrong key head", r"h / \(p\.H / p\.H_kv\)", "h % p.H_kv"),
+            ("L without the maximum", r"m\[s\]\[r\] \+ log2f", "log2f"),
+            ("L as a power of 2", r"LN_2 \* ", ""),
+            ("a row that sees no key", r"== -INFINITY \? 0\.f : ", "== -INFINITY ? -INFINITY : "),
+            ("0 / 0 for such a row", r"factor = l == 0\.f", "factor = false"),
+            ("keys past the end", r": p\.N_k - 1;   // the last", ": 1 << 20;   // the last"),
+            ("a masked tile taken for a whole one", r"i \* Br \+ 1 \+ p\.diagonal\)",
+             "(i + 1) * Br + p.diagonal)"),
+            ("causal: a tile too few", r"\(i \+ 1\) \* Br \+ p\.diagonal\) : p\.N_k;\n",
+             "i * Br + p.diagonal) : p.N_k;\n"),
+            ("sum not rescaled", r"alpha \* l_smem", "l_smem"),
+            ("rows past the end", r"first \+ first_row \+ row < N", "true"),
+            ("the erratum: diag(...)^-1", r"\*= alpha;\n(\s*O_reg.*) \*= alpha", r"/= alpha;\n\1 /= alpha"),
+            ("maximum of the lane, not of the row", r"quad_max\(x_max\)", "x_max"),
+            ("sum of the lane, not of the row", r"quad_sum\(l_smem", "(l_smem"),
+            ("the same tile again", r"next = \(j \+ 1\) % 2", "next = j % 2"),
+            ("a copy not waited for", r"      cp_async_wait<0>\(\);\n", ""),
+            ("O past its end", r"if \(row_of_O < p\.N_q\)", "if (true)"),
+        ]
+    ),
+    ("wmma", "the erratum: diag(...)^-1", r"alpha \* x\.", "1 / alpha * x."),
+    ("wmma", "maximum of the lane, not of the row", r"fmaxf\(m_new, __shfl_xor.*\);", "m_new;"),
+    ("wmma", "K not transposed", r"ELEMENT, wmma::col_major", "ELEMENT, wmma::row_major"),
+    ("wmma", "O past its end", r"if \(row >= p.N_q\) return;", ""),
+    ("wmma", "O not zero at the start", r"store4\(O_row \+ k, 0.f, 0.f, 0.f, 0.f\);", ";"),
 ]
 BACKWARD_MUTANTS = [
     *(
@@ -156,6 +222,59 @@ BACKWARD_MUTANTS = [
             ("dK past its end", r"if \(col >= p\.N_k\) continue;", ""),
         ]
     ),
+    *(
+        ("mma", what, pattern, replacement)
+        for what, pattern, replacement in [
+            ("dO with the rows of Q", r"dO, p\.dO\.stride_n", "dO, p.Q.stride_n"),
+            ("V with the rows of K", r"p\.V\.stride_n", "p.K.stride_n"),
+            ("the mask off by one", r"col <= row \+ p\.diagonal", "col < row + p.diagonal"),
+            ("the mask from the wrong corner", r"col <= row \+ p\.diagonal", "col <= row"),
+            ("a ragged tile not masked", r"\(j \+ 1\) \* Bc > p\.N_k", "false"),
+            ("D omitted", r"\(x - D_row\.x\)", "x"),
+            ("dL ignored", r"p\.dL\[\w+\]", "0.f"),
+            ("scale missing on dK", r"makes_dV \? 1\.f : p\.scale", "1.f"),
+            ("scale missing on dQ", r"p\.scale \* sum\[2 \* e\]", "sum[2 * e]"),
+            ("P to the base 2", r"LOG2_E \* \(", "("),
+            ("L of the wrong head", r"L\[first_row \+ row\]", "L[row]"),
+            ("the wrong heads of Q", r"h = h_kv \* heads_per_key; h < .* h\+\+",
+             "h = h_kv; h < p.H; h += p.H_kv"),
+            ("a tile of Q too few", r"max\(j \* Bc - p\.diagonal, 0\) / Br",
+             "max(j * Bc - p.diagonal, 0) / Br + 1"),
+            ("dQ not zero at the start", r"dQ_sum\[t\] = make_float4\(.*\);", ";"),
+            ("K not transposed for dQ", r"ldmatrix_x4_trans\(K_reg", "ldmatrix_x4(K_reg"),
+            ("dS as it was stored, not transposed", r"ldmatrix_x4_trans\(dS_reg", "ldmatrix_x4(dS_reg"),
+            ("the quarters of P^T in another order", r"x\[0\], x\[1\], y\[0\], y\[1\]",
+             "x[0], y[0], x[1], y[1]"),
+            ("dK past its end", r"if \(col >= p\.N_k\) continue;", ""),
+        ]
+    ),
+    *(
+        ("cp_async", what, pattern, replacement)
+        for what, pattern, replacement in [
+            ("dO with the rows of Q", r"\(b, h\), p\.dO\.stride_n", "(b, h), p.Q.stride_n"),
+            ("V with the rows of K", r"p\.V\.stride_n", "p.K.stride_n"),
+            ("the mask off by one", r"col <= row \+ p\.diagonal", "col < row + p.diagonal"),
+            ("a masked tile taken for a whole one", r"last_col > i \* Br \+ p\.diagonal", "false"),
+            ("a ragged tile not masked", r"last_col >= p\.N_k", "false"),
+            ("D omitted", r"\(x - D\.x\)", "x"),
+            ("dL ignored", r"p\.dL\[\w+\]", "0.f"),
+            ("scale missing on dK", r"makes_dV \? 1\.f : p\.scale", "1.f"),
+            ("scale missing on the sum of dK", r"p\.dK, p\.scale", "p.dK, 1.f"),
+            ("scale missing on dQ", r"sum, p\.scale\)", "sum, 1.f)"),
+            ("a row that sees no key", r"== -INFINITY \? 0\.f : ", "== -INFINITY ? -INFINITY : "),
+            ("the wrong key head", r"h / \(p\.H / p\.H_kv\)", "h % p.H_kv"),
+            ("the wrong heads of dK", r"bh \* heads_per_key \+ h", "bh + h * p.H_kv"),
+            ("the last dQ forgotten", r"add_dQ\(Tr - 1\)", ""),
+            ("dQ of the wrong tile", r"add_dQ\(i - 1\)", "add_dQ(i)"),
+            ("a copy not waited for", r"    cp_async_wait<0>\(\);\n", ""),
+            ("a tile of Q too few", r"max\(j \* Bc - p\.diagonal, 0\) / Br",
+             "max(j * Bc - p.diagonal, 0) / Br + 1"),
+            ("dQ not zero at the start", r"dQ\[1\] = make_float4\(.*\);", ";"),
+            ("the quarters of P^T in another order", r"x\[0\], x\[1\], y\[0\], y\[1\]",
+             "x[0], y[0], x[1], y[1]"),
+            ("dK past its end", r"j \* Bc \+ row < p\.N_k && ", ""),
+        ]
+    ),
 ]
 CASES = [
     (1, 2, 1, 70, 75, 24, "bottom"),
@@ -173,7 +292,8 @@ def check_forward(path, q, k, v, diagonal) -> None:
 
 def check_backward(path, q, k, v, diagonal) -> None:
     """From dO with gaps, and a dL that is infinite where L is."""
-    o, lse = (x.float() for x in reference(q.double(), k.double(), v.double(), diagonal))
+    o, lse = reference(q.double(), k.double(), v.double(), diagonal)
+    o, lse = o.to(q.dtype), lse.float()
     do, dlse = random_gradients(q)
     dlse[lse == -torch.inf] = -torch.inf
     with poisoned():

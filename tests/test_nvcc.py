@@ -5,6 +5,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
+import torch
 
 import flash
 from jit import loader
@@ -15,15 +16,26 @@ except RuntimeError as error:
     NVCC, WHY_NOT = None, str(error)
 
 SHARED_MEMORY = {"sm_75": 64 * 1024, "sm_80": 163 * 1024, "sm_90a": 227 * 1024}     # of a block
-FAST = ["vectorized"]
+FAST = ["vectorized", "cp_async"]
+# (file, deterministic, architecture, d, causal): bytes spilled, of a thread that has all 255 registers
+KNOWN_SPILLS = {("fwd_09_cp_async", False, "sm_80", 128, True): 8}
 VARIANTS = [(s, asked) for s in flash.stages() for asked in (False, True)[:1 + s.deterministic_on_request]]
 
 
-def compile_stage(stage: flash.Stage, architecture: str, d: int, causal: bool, folder,
-                  output=("-cubin",), deterministic=False, **tiles) -> str:
+def number(architecture: str) -> int:
+    """sm_90a: 90. any GPU: 0."""
+    return int("0" + "".join(filter(str.isdigit, architecture)))
+
+
+def needed(stage: flash.Stage, dtype: torch.dtype) -> int:
+    return number(stage.needs_for(dtype))
+
+
+def compile_stage(stage: flash.Stage, architecture: str, d: int, causal: bool, folder, dtype=None,
+                  deterministic=False, output=("-cubin",), **tiles) -> str:
     """What nvcc and ptxas print. Fails on errors. Writes stage.out: by default the GPU code alone."""
     tiles = stage.default_tiles(d) | tiles
-    macros = flash.definitions(stage, stage.dtypes[0], d, causal, tiles, deterministic)
+    macros = flash.definitions(stage, dtype or stage.dtypes[0], d, causal, tiles, deterministic)
     macros["STAGE_FILE"] = f'"{stage.path}"'
     code = f"-gencode=arch={architecture.replace('sm', 'compute')},code={architecture}"
     done = subprocess.run(
@@ -40,10 +52,14 @@ def compile_stage(stage: flash.Stage, architecture: str, d: int, causal: bool, f
 @pytest.mark.parametrize("stage, deterministic", VARIANTS,
                          ids=[s.path.stem + "-deterministic" * asked for s, asked in VARIANTS])
 def test_compiles_without_spills(stage, deterministic, architecture, tmp_path):
-    """No warning; every array in registers: no stack frame, no spilled byte. Of the fast stages, with the
-    tiles that small and large calls get there."""
+    """No warning; every array in registers: no stack frame, no spilled byte but those that are known. Of the
+    fast stages, with the tiles that small and large calls get there."""
     cases = [(64, True), (128, False), (256, True)]
+    able = [dtype for dtype in stage.dtypes if needed(stage, dtype) <= number(architecture)]
+    if not able:
+        pytest.skip(f"it needs {stage.needs}")
     for d, causal in cases + [(64, False), (128, True)] * (stage.name in FAST):
+        dtype = able[-1] if d == 128 else able[0]
         if stage.name not in FAST:
             chosen = [stage.default_tiles(d)] * 2
         elif stage.fits(d, SHARED_MEMORY[architecture]):
@@ -52,8 +68,12 @@ def test_compiles_without_spills(stage, deterministic, architecture, tmp_path):
             assert d > 64
             continue
         for tiles in chosen[chosen[0] == chosen[1]:]:
-            report = compile_stage(stage, architecture, d, causal, tmp_path, deterministic=deterministic,
-                                   **tiles)
+            report = compile_stage(stage, architecture, d, causal, tmp_path, dtype, deterministic, **tiles)
+            known = KNOWN_SPILLS.get((stage.path.stem, deterministic, architecture, d, causal))
+            if known:
+                assert re.findall(r"stack frame, ([1-9]\d*) bytes spill stores", report) == [
+                    str(known)], report
+                continue
             assert "warning" not in report, report
             frames = re.findall(
                 r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", report

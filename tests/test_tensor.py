@@ -10,7 +10,7 @@ import itertools
 import numpy as np
 import pytest
 import torch
-from test_simulator import KERNELS, call, check_call, empty, library, simulator_only
+from test_simulator import KERNELS, call, check_call, empty, simulator_only
 
 import flash
 

@@ -24,7 +24,7 @@ template <class Use, int m, int n, int k, class T, class Layout = void> struct f
                     : std::is_same<T, __half>::value || std::is_same<T, __nv_bfloat16>::value,
                 "the simulator knows fragments of __half and __nv_bfloat16, and accumulators of float, only");
   enum { num_elements = 8, num_storage_elements = 8 };
-  T x[num_elements];
+  alignas(8) T x[num_elements];
 };
 
 template <class Use, class T, class Layout>
@@ -86,7 +86,7 @@ SIM_ALWAYS_INLINE void store_matrix_sync(float* p, const fragment<accumulator, 1
     int step;
     float* to = p + place_of(i, step, ld, layout);
     if (step == 1) {
-      *reinterpret_cast<float2*>(to) = float2{f.x[2 * i], f.x[2 * i + 1]};
+      *reinterpret_cast<float2*>(to) = *reinterpret_cast<const float2*>(f.x + 2 * i);
     } else {
       to[0] = f.x[2 * i];
       to[step] = f.x[2 * i + 1];

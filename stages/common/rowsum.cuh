@@ -11,13 +11,13 @@ __global__ void __launch_bounds__(32 * D_rows) D_kernel(BwdParams p, float* D, b
   const int lane = threadIdx.x % 32;
   if (at >= (int64_t)p.B * p.H * p.N_q) return;   // whole warps: the shuffles of the others stay complete
   const int row = at % p.N_q, h = at / p.N_q % p.H, b = at / p.N_q / p.H;
-  const float* O = p.O.head(b, h) + row * p.O.stride_n;
-  const float* dO = p.dO.head(b, h) + row * p.dO.stride_n;
-  float* dQ = p.dQ.head(b, h) + row * p.dQ.stride_n;
+  const ELEMENT* O = p.O.head(b, h) + row * p.O.stride_n;
+  const ELEMENT* dO = p.dO.head(b, h) + row * p.dO.stride_n;
+  ELEMENT* dQ = p.dQ.head(b, h) + row * p.dQ.stride_n;
 
   float sum = 0.f;
   for (int k = lane; k < HEAD_DIM; k += 32) {
-    sum += dO[k] * O[k];                                                 // 4
+    sum += float(dO[k]) * float(O[k]);                                   // 4
     if (clear_dQ) dQ[k] = 0.f;                                           // 3
   }
   sum = warp_sum(sum);
