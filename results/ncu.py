@@ -111,7 +111,8 @@ def main() -> None:
         sys.exit("needs a GPU, and NVIDIA's Nsight Compute: ncu on the PATH")
     result = {"device": flash.describe_device(torch.device("cuda")), "date": str(date.today()),
               "shape": SHAPE,
-              "kernels": [kernel for stage in flash.stages(args.direction) for kernel in profile(stage)]}
+              "kernels": [kernel for stage in flash.stages(args.direction)
+                          if flash.DTYPES[SHAPE["dtype"]] in stage.dtypes for kernel in profile(stage)]}
     (args.folder / f"ncu_{args.direction}.json").write_text(json.dumps(result, indent=1) + "\n")
 
 

@@ -92,7 +92,7 @@ MUTANTS = [
     ("vectorized", "O past its row", r"if \(k >= d\) continue;", ""),
     *(
         (stage, what, pattern, replacement)
-        for stage in ("wmma", "mma", "swizzle")
+        for stage in ("wmma", "swizzle")   # mma is swizzle but for `at`
         for what, pattern, replacement in [
             ("the mask off by one", r"col <= row \+ p.diagonal", "col < row + p.diagonal"),
             ("the mask from the wrong corner", r"col <= row \+ p.diagonal", "col <= row"),
@@ -108,8 +108,7 @@ MUTANTS = [
         ]
     ),
     *(
-        (stage, what, pattern, replacement)
-        for stage in ("mma", "swizzle")
+        ("swizzle", what, pattern, replacement)
         for what, pattern, replacement in [
             ("the erratum: diag(...)^-1", r"\*= alpha;\n(\s*O_reg.*) \*= alpha", r"/= alpha;\n\1 /= alpha"),
             ("one row of two not rescaled", r"O_reg\[s\]\[n\]\[2 \* r \+ 1\] \*= alpha;", ""),
@@ -254,8 +253,7 @@ BACKWARD_MUTANTS = [
             ("dO with the rows of Q", r"\(b, h\), p\.dO\.stride_n", "(b, h), p.Q.stride_n"),
             ("V with the rows of K", r"p\.V\.stride_n", "p.K.stride_n"),
             ("the mask off by one", r"col <= row \+ p\.diagonal", "col < row + p.diagonal"),
-            ("a masked tile taken for a whole one", r"last_col > i \* Br \+ p\.diagonal", "false"),
-            ("a ragged tile not masked", r"last_col >= p\.N_k", "false"),
+            ("a ragged tile not masked", r"\(j \+ 1\) \* Bc > p\.N_k", "false"),
             ("D omitted", r"\(x - D\.x\)", "x"),
             ("dL ignored", r"p\.dL\[\w+\]", "0.f"),
             ("scale missing on dK", r"makes_dV \? 1\.f : p\.scale", "1.f"),
