@@ -42,7 +42,7 @@
 // for each query head; and if H > H_kv, dK and dV of each written and read as floats.
 //
 // Changed from mma: where the copies, the barriers and dQ are; what is before and after the kernel. The
-// products stay.
+// products stay. The file is long for what is around them: three small kernels and the launches.
 #pragma once
 #include "common/launch.cuh"
 #include "common/mma.cuh"
