@@ -2,28 +2,31 @@
 
     python results/counts.py results/h200     # writes counts_fwd.json, counts_bwd.json, banks.json; needs ncu
 
-counts_fwd.json: requests, sectors and wavefronts of every kernel of the forward stages, and the traffic
-that really reached HBM. counts_bwd.json: the same of the backward stages, and their atomics. banks.json:
-wavefronts of single accesses to shared memory, for many patterns of indices; the simulator's model of the
-banks is tested against it.
+counts_fwd.json: requests, sectors and wavefronts of every kernel of the forward stages, in fp32 or else bf16,
+and the traffic that really reached HBM. counts_bwd.json: the same of the backward stages, and their atomics.
+banks.json: wavefronts of single accesses to shared memory, for many patterns of indices; the simulator's
+model of the banks is tested against it.
 """
 
+import concurrent.futures
 import ctypes
 import functools
 import json
+import multiprocessing
 import random
 import re
 import shutil
 import sys
+from collections import Counter
 from datetime import date
 from pathlib import Path
 
-from ncu import ONE_CALL, launches
+from ncu import ONE_CALL, launches, own_type
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-SHAPE = {"B": 1, "H": 2, "N": 512, "d": 64, "causal": False, "dtype": "fp32"}
+SHAPE = {"B": 1, "H": 2, "N": 512, "d": 64, "causal": False}
 METRICS = {
     "smsp__sass_inst_executed_op_global_ld.sum": "HBM read requests",
     "smsp__sass_inst_executed_op_global_st.sum": "HBM write requests",
@@ -31,7 +34,7 @@ METRICS = {
     "l1tex__t_sectors_pipe_lsu_mem_global_op_st.sum": "HBM write sectors",
     "smsp__sass_inst_executed_op_shared_ld.sum": "shared read requests",
     "smsp__sass_inst_executed_op_shared_st.sum": "shared write requests",
-    "l1tex__data_pipe_lsu_wavefronts_mem_shared_op_ld.sum": "shared read wavefronts",
+    "l1tex__data_pipe_lsu_wavefronts_mem_shared_op_ld.sum": "shared read wavefronts",  # with ldmatrix's
     "l1tex__data_pipe_lsu_wavefronts_mem_shared_op_st.sum": "shared write wavefronts",
     "lts__t_sectors_srcunit_tex_op_read.sum": "sectors that L1 read from L2",
     "dram__bytes_read.sum": "bytes read from HBM",
@@ -41,6 +44,14 @@ ATOMICS = {  # whose old value is not used
     "smsp__inst_executed_op_global_red.sum": "HBM atomic requests",
     "l1tex__t_sectors_pipe_lsu_mem_global_op_red.sum": "HBM atomic sectors",
 }
+MATRIX = {  # of the stages in 16 bits: ldmatrix, LDSM in SASS, and cp.async, LDGSTS
+    "smsp__sass_inst_executed_op_ldsm.sum": "ldmatrix requests",
+    "smsp__sass_l1tex_data_pipe_lsu_wavefronts_mem_shared_op_ldsm.sum": "ldmatrix wavefronts",
+    "smsp__sass_inst_executed_op_ldgsts.sum": "cp.async requests",
+    "smsp__sass_l1tex_t_sectors_pipe_lsu_mem_global_op_ldgsts_cache_bypass.sum": "cp.async sectors",
+    "smsp__sass_l1tex_data_pipe_lsu_wavefronts_mem_shared_op_ldgsts.sum": "cp.async wavefronts",
+}
+MATRIX_LOADS = "ldmatrix|load_matrix_sync"    # in the source; wmma's, of 16 bits, are made of ldmatrix
 ALL_PATTERNS = """
 import sys, torch
 sys.path.insert(0, "results")
@@ -52,25 +63,31 @@ counts.run_patterns()
 
 # ------------------------------------------------------------------------------------------ the stages
 def simulated(report, kernel: str) -> dict:
-    """The simulator's counts of a kernel, by the names in METRICS; of atomics, if it has any."""
-    counts = dict.fromkeys(list(METRICS.values())[:8], 0)
+    """The simulator's counts of a kernel, by the names in METRICS; by those in ATOMICS and MATRIX, if it has
+    any of these. (Its "shared read" leaves ldmatrix out.)"""
+    counts = Counter(dict.fromkeys(list(METRICS.values())[:8], 0))
+    copies = {a.place for a in report.accesses if a.kind == "copy"}
     for a in report.accesses:
-        if a.kernel == kernel:
-            units = "sectors" if a.memory == "HBM" else "wavefronts"
-            for what, count in (("requests", a.requests), (units, a.units)):
-                name = f"{a.memory} {a.kind} {what}"
-                counts[name] = counts.get(name, 0) + count
-    return counts
+        if a.kernel != kernel:
+            continue
+        what, units = f"{a.memory} {a.kind}", "sectors" if a.memory == "HBM" else "wavefronts"
+        if a.place in copies:        # cp.async, which reads HBM and writes to shared memory: one request
+            what = "cp.async"
+        elif a.memory == "shared" and a.access_bytes == 16 and re.search(MATRIX_LOADS, a.place.text):
+            what = "ldmatrix"
+        counts[f"{what} {units}"] += a.units
+        if (what, a.memory) != ("cp.async", "HBM"):
+            counts[f"{what} requests"] += a.requests
+    return dict(counts)
 
 
-def compare(stage) -> list[dict]:
-    """For each kernel of a flash.Stage: its counts in the simulator and on the GPU."""
+def simulate(stage) -> dict[str, dict]:
+    """The simulator's counts of a flash.Stage, by kernel. (Some take minutes: so in a process of its own.)"""
     import torch
 
     import flash
 
-    size = [SHAPE[x] for x in "BHNd"]
-    q, k, v, dO = torch.randn(4, *size)
+    q, k, v, dO = torch.randn(4, *(SHAPE[x] for x in "BHNd"), dtype=flash.DTYPES[own_type(stage)])
     if stage.direction == "fwd":
         call = functools.partial(flash.attention, q, k, v, stage=stage)
     else:
@@ -79,13 +96,22 @@ def compare(stage) -> list[dict]:
         call = functools.partial(torch.autograd.grad, o, (q, k, v), dO)
     with flash.inspect() as report:
         call()
-    kernels = "|".join(kernel.name for kernel in report.kernels)
-    metrics = METRICS | ATOMICS if stage.direction == "bwd" else METRICS
-    measured = launches(f"^({kernels})$", metrics, ONE_CALL[stage.direction], stage.name, "False",
-                        *map(str, size))
-    return [{"stage": stage.name, "kernel": kernel, "simulator": simulated(report, kernel),
-             "gpu": {what: int(row[metric][0]) for metric, what in metrics.items()}}
-            for kernel, row in measured]
+    return {kernel.name: simulated(report, kernel.name) for kernel in report.kernels}
+
+
+def compare(stage, ours: dict[str, dict]) -> list[dict]:
+    """For each kernel of a flash.Stage: its counts in the simulator, which are given, and on the GPU."""
+    dtype = own_type(stage)
+    metrics = (METRICS | (ATOMICS if stage.direction == "bwd" else {})
+               | (MATRIX if dtype != "fp32" else {}))
+    gpu: dict[str, Counter] = {}
+    size = (str(SHAPE[x]) for x in "BHNd")
+    for kernel, row in launches(f"^({'|'.join(ours)})$", metrics, ONE_CALL[stage.direction], stage.name,
+                                dtype, "False", *size):
+        counts = {what: int(row[metric][0]) for metric, what in metrics.items()}
+        gpu.setdefault(kernel, Counter()).update(counts)      # of all its launches, as in the simulator
+    return [{"stage": stage.name, "dtype": dtype, "kernel": kernel, "simulator": ours[kernel], "gpu": counts}
+            for kernel, counts in gpu.items()]
 
 
 # ------------------------------------------------------------------------------------------ patterns
@@ -161,11 +187,13 @@ def main() -> None:
     if not torch.cuda.is_available() or not shutil.which("ncu"):
         sys.exit("needs a GPU, and NVIDIA's Nsight Compute: ncu on the PATH")
     origin = {"device": flash.describe_device(torch.device("cuda")), "date": str(date.today())}
-    files = {"banks.json": {"patterns": measure_patterns()}}
-    for direction in ("fwd", "bwd"):
-        rows = [row for stage in flash.stages(direction)
-                if flash.DTYPES[SHAPE["dtype"]] in stage.dtypes for row in compare(stage)]
-        files[f"counts_{direction}.json"] = {"shape": SHAPE, "kernels": rows}
+    with concurrent.futures.ProcessPoolExecutor(mp_context=multiprocessing.get_context("spawn")) as pool:
+        ours = {str(stage): pool.submit(simulate, stage) for stage in flash.stages()}
+        files = {"banks.json": {"patterns": measure_patterns()}}
+        for direction in ("fwd", "bwd"):
+            rows = [row for stage in flash.stages(direction)
+                    for row in compare(stage, ours[str(stage)].result())]
+            files[f"counts_{direction}.json"] = {"shape": SHAPE, "kernels": rows}
     for name, result in files.items():
         Path(sys.argv[1], name).write_text(to_json(origin | result))
 

@@ -3,7 +3,8 @@
     python results/ncu.py results/h200               # writes ncu_fwd.json there; ncu must be on the PATH
     python results/ncu.py results/h200 --pass bwd    # ncu_bwd.json: the backward stages
 
-The lines "Bound by" in the stages' headers are read off it.
+A stage is profiled in fp32, or, where it does not take that, in bf16. The lines "Bound by" in the stages'
+headers are read off it.
 """
 
 import argparse
@@ -21,18 +22,18 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-SHAPE = {"B": 4, "H": 12, "N": 1024, "d": 64, "causal": True, "dtype": "fp32"}
+SHAPE = {"B": 4, "H": 12, "N": 1024, "d": 64, "causal": True}
 ONE_CALL = {"fwd": """
 import sys, torch, flash
-stage, causal, *size = sys.argv[1:]
-q, k, v = torch.randn(3, *map(int, size), device="cuda")
+stage, dtype, causal, *size = sys.argv[1:]
+q, k, v = torch.randn(3, *map(int, size), device="cuda", dtype=flash.DTYPES[dtype])
 torch.cuda.profiler.start()
 flash.attention(q, k, v, causal=causal == "True", stage=stage)
 torch.cuda.synchronize()
 """, "bwd": """
 import sys, torch, flash
-stage, causal, *size = sys.argv[1:]
-q, k, v, dO = torch.randn(4, *map(int, size), device="cuda")
+stage, dtype, causal, *size = sys.argv[1:]
+q, k, v, dO = torch.randn(4, *map(int, size), device="cuda", dtype=flash.DTYPES[dtype])
 q, k, v = (x.requires_grad_() for x in (q, k, v))
 o = flash.attention(q, k, v, causal=causal == "True", backward=stage, deterministic=False)
 torch.cuda.profiler.start()
@@ -49,12 +50,15 @@ METRICS = {
     "l1tex__data_pipe_lsu_wavefronts_mem_shared" + OF_PEAK: "of that, for shared memory",
     "l1tex__average_t_sectors_per_request_pipe_lsu_mem_global_op_ld.ratio": "sectors per global load",
     "sm__inst_executed_pipe_fma" + OF_PEAK: "FMA pipe busy",
+    "sm__pipe_tensor_op_hmma_cycles_active" + OF_PEAK: "tensor cores busy",
     "smsp__issue_active" + OF_PEAK: "issue slots used",
     "sm__warps_active" + OF_PEAK: "warps, of the most possible",
     "launch__registers_per_thread": "registers per thread",
+    "launch__shared_mem_per_block_dynamic": "dynamic shared memory per block",
 }
 WAITING = {"long_scoreboard": "L1, L2 or HBM", "short_scoreboard": "shared memory", "barrier": "a barrier",
-           "lg_throttle": "a place in the queue to L1"}
+           "lg_throttle": "a place in the queue to L1", "wait": "a fixed latency",
+           "math_pipe_throttle": "the tensor cores or another busy unit"}
 METRICS |= {f"smsp__average_warps_issue_stalled_{reason}_per_issue_active.ratio": f"warps waiting for {what}"
             for reason, what in WAITING.items()}
 
@@ -84,14 +88,21 @@ def launches(pattern: str, metrics: Collection[str], *command: str) -> Iterator[
         yield name, {metric: (float(row[metric].replace(",", "")), units[metric]) for metric in metrics}
 
 
+def own_type(stage) -> str:
+    """In which a flash.Stage is profiled."""
+    import torch
+
+    return "fp32" if torch.float32 in stage.dtypes else "bf16"
+
+
 def profile(stage) -> list[dict]:
     """The metrics of each kernel of a flash.Stage, in one call."""
     from jit.loader import source_files
 
     names = "|".join(kernels(source_files(stage.path)))
-    found = launches(f"^({names})$", METRICS, ONE_CALL[stage.direction], stage.name, str(SHAPE["causal"]),
-                     *(str(SHAPE[x]) for x in "BHNd"))
-    return [{"stage": stage.name, "kernel": kernel} | {
+    found = launches(f"^({names})$", METRICS, ONE_CALL[stage.direction], stage.name, own_type(stage),
+                     str(SHAPE["causal"]), *(str(SHAPE[x]) for x in "BHNd"))
+    return [{"stage": stage.name, "dtype": own_type(stage), "kernel": kernel} | {
         metric: {"what": METRICS[metric], "value": value, "unit": unit}
         for metric, (value, unit) in measured.items()} for kernel, measured in found]
 
@@ -111,8 +122,7 @@ def main() -> None:
         sys.exit("needs a GPU, and NVIDIA's Nsight Compute: ncu on the PATH")
     result = {"device": flash.describe_device(torch.device("cuda")), "date": str(date.today()),
               "shape": SHAPE,
-              "kernels": [kernel for stage in flash.stages(args.direction)
-                          if flash.DTYPES[SHAPE["dtype"]] in stage.dtypes for kernel in profile(stage)]}
+              "kernels": [kernel for stage in flash.stages(args.direction) for kernel in profile(stage)]}
     (args.folder / f"ncu_{args.direction}.json").write_text(json.dumps(result, indent=1) + "\n")
 
 

@@ -193,6 +193,15 @@ class Traffic:
 
 
 @dataclass(frozen=True)
+class Barrier:
+    """A line of one kernel at which threads wait for each other."""
+
+    place: Place
+    name: str   # __syncwarp(), __syncthreads() or a relative of it
+    count: int  # over all blocks; of __syncwarp(), over all warps
+
+
+@dataclass(frozen=True)
 class Kernel:
     """A kernel, over all its launches."""
 
@@ -202,10 +211,19 @@ class Kernel:
     launches: int
     blocks: int
     shared_bytes: int            # a block
-    barriers: int                # __syncthreads, over all blocks
-    warp_barriers: int           # __syncwarp, over all warps
+    barrier_lines: tuple[Barrier, ...]  # in the order of the source
     thread_accesses: int
     traffic: dict[str, Traffic]  # by array
+
+    @property
+    def barriers(self) -> int:
+        """__syncthreads and its relatives, over all blocks."""
+        return sum(b.count for b in self.barrier_lines) - self.warp_barriers
+
+    @property
+    def warp_barriers(self) -> int:
+        """__syncwarp, over all warps."""
+        return sum(b.count for b in self.barrier_lines if b.name == "__syncwarp()")
 
 
 # --------------------------------------------------------------------------------------- arrays
@@ -326,7 +344,7 @@ def _message(f: dict, element: str, parties: tuple[Party, ...]) -> str:
     does = f"{p} {verb[p.kind]} "
     if f["what"] == "out of bounds":
         what = element or f["text"]
-        if element and "outside" not in element and f["array"] >= 0:
+        if element and "outside" not in element:
             what = f"{f['bytes']} bytes from {element} on, not all of them in its shape"
         return f"out of bounds in {kernel}: {does}{what} at {sites[0]}"
     if f["what"] == "misaligned":
@@ -350,6 +368,7 @@ class Report:
 
     Attributes:
         findings: list of Finding: mistakes. Empty for a correct kernel.
+        more_findings: whether there were more, in other instructions, than the checker keeps: 100.
         kernels: list of Kernel, in the order of their first launch.
         accesses: list of Access: per kernel, line and array.
         flops: of the matrix products, 4 d for each pair of a query and a key that it sees, backward 10 d; by
@@ -360,6 +379,7 @@ class Report:
 
     def __init__(self, runtime: Path):
         self.findings: list[Finding] = []
+        self.more_findings = False
         self.kernels: list[Kernel] = []
         self.accesses: list[Access] = []
         self.flops = 0
@@ -407,7 +427,8 @@ class Report:
 
     @contextlib.contextmanager
     def guarded(self, inputs: dict[str, torch.Tensor], outputs: dict[str, torch.Tensor]) -> Iterator[dict]:
-        """Copies of tensors with red zones around them, and between their heads, for the kernels of one call.
+        """Copies of tensors with red zones around them, for the kernels of one call; of 4-D ones, around each
+        head. (Kernels take the others, such as L, to be without gaps.)
 
         Each row keeps its place within a cache line. Outputs start uninitialised, and are copied back.
         """
@@ -441,6 +462,7 @@ class Report:
         _source_lines.cache_clear()
         places = places_of(data["places"])
         self._add_findings(data["findings"], places)
+        self.more_findings = data["more_findings"]
         for kernel in data["kernels"]:
             self._add_kernel(kernel, places, data)
         for array in self._arrays:
@@ -474,9 +496,11 @@ class Report:
                 *(c[x] for x in ("access_bytes", "requests", "lanes", "bytes", "unique", "units", "ideal",
                                  "worst")), example, elements))
         self.accesses = _merged(self.accesses)
+        barriers = sorted((Barrier(Place.read(b["file"], b["line"]), b["name"], b["count"])
+                           for b in k["barriers"]), key=lambda b: (b.place.file, b.place.line))
         self.kernels.append(Kernel(
             name, tuple(k["grid"]), tuple(k["block"]), k["launches"], k["blocks"], k["shared_bytes"],
-            k["barriers"], k["warp_barriers"], k["accesses"], dict(traffic)))
+            tuple(barriers), k["accesses"], dict(traffic)))
 
     def _add_findings(self, findings: list[dict], places: list[Place]) -> None:
         """One for each mistake of the source, of which the compiler may have made several instructions."""
@@ -536,7 +560,11 @@ class Report:
                           "message": f.message,
                           "parties": [{"block": list(p.block), "thread": list(p.thread), "kind": p.kind,
                                        "place": place(p.place)} for p in f.parties]} for f in self.findings],
+            "more_findings": self.more_findings,
             "kernels": [vars(k) | {"grid": list(k.grid), "block": list(k.block),
+                                   "barriers": k.barriers, "warp_barriers": k.warp_barriers,
+                                   "barrier_lines": [vars(b) | {"place": place(b.place)}
+                                                     for b in k.barrier_lines],
                                    "traffic": {name: vars(t) for name, t in k.traffic.items()}}
                         for k in self.kernels],
             "traffic": {name: vars(t) for name, t in self.traffic().items()},

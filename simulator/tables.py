@@ -1,4 +1,4 @@
-"""A Report as text: findings, then HBM traffic and the accesses of each line, kernel by kernel."""
+"""A Report as text: findings, then kernel by kernel HBM traffic, the accesses of each line, and barriers."""
 
 from __future__ import annotations
 
@@ -32,11 +32,12 @@ def report(r: Report) -> Group:
         return Group(Text("The report is complete at the end of the with block."))
     if not r.kernels and not r.findings:
         return Group(Text("No kernel was seen. Libraries of your own must be built with checked=True."))
-    parts = [_findings_part(r.findings)]
+    parts = [_findings_part(r.findings, r.more_findings)]
     for kernel in r.kernels:
         accesses = [a for a in r.accesses if a.kernel == kernel.name]
         parts += [Text(""), _kernel_heading(kernel), _traffic_table(kernel)]
         parts += [table for memory in ("HBM", "shared") if (table := _access_table(accesses, memory))]
+        parts += [_barrier_table(kernel)] if kernel.barrier_lines else []
     total = r.hbm.total
     if r.flops and total:
         parts += [Text(""), Text(f"{r.flops:,} FLOPs in matrix products, by formula (4 d a visible pair; "
@@ -54,11 +55,14 @@ def format_bytes(n: float) -> str:
     return f"{n:.3g} GiB"
 
 
-def _findings_part(findings: list[Finding]):
+def _findings_part(findings: list[Finding], more: bool):
     if not findings:
         return Text("No findings: no race, no access out of bounds, nothing read that was not written.",
                     style="green")
-    lines = [Text(f"{len(findings)} finding{'s' * (len(findings) > 1)}", style="bold red")]
+    title = f"{len(findings)} finding{'s' * (len(findings) > 1)}"
+    if more:
+        title += ", and more that are not kept: mend these, and look again"
+    lines = [Text(title, style="bold red")]
     for finding in findings:
         lines.append(Padding(Text(finding.message), (0, 0, 0, 2)))
         for place in dict.fromkeys(finding.places):
@@ -120,4 +124,11 @@ def _access_table(accesses: list[Access], memory: str) -> Table | None:
         table.add_row(
             Text(line), f"{a.requests:,}", *map(format_bytes, sizes), f"{a.units_per_request:.3g}",
             f"{a.ideal / a.requests:.3g}", str(a.worst), style="yellow" if a.units > a.ideal else "")
+    return table
+
+
+def _barrier_table(kernel: Kernel) -> Table:
+    table = _table("Barriers, by line. __syncwarp(): all warps of a block together", "line", "a block")
+    for b in kernel.barrier_lines:
+        table.add_row(Text(f"{b.place}  {b.place.text}"), f"{b.count / max(kernel.blocks, 1):,.4g}")
     return table

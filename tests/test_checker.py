@@ -41,7 +41,7 @@ BY_NAME = {stage.name: stage for stage in STAGES}
 BACKWARD = {stage.name: stage for stage in flash.stages("bwd")}
 CASES = re.findall(r"case (\d+): (\w+)<<<.*fixed", WRONG.read_text())
 NUMBERS = {name: int(number) for number, name in CASES}
-SEEDS = ["", "1", "2"]
+SCHEDULES = [("", "late"), ("1", "early"), ("2", "random")]   # FLASH_SIM_SEED, FLASH_SIM_COPIES
 
 
 @functools.cache
@@ -70,11 +70,10 @@ def lines_of(name: str) -> set[int]:
     return {number for number, line in lines if re.search(rf"// HERE: {name}( \d)?$", line)}
 
 
-def set_seed(monkeypatch, seed: str) -> None:
-    if seed:
-        monkeypatch.setenv("FLASH_SIM_SEED", seed)
-    else:
-        monkeypatch.delenv("FLASH_SIM_SEED", raising=False)
+def set_schedule(monkeypatch, seed: str, copies: str) -> None:
+    """The order of threads, and when copies by cp.async are made."""
+    monkeypatch.setenv("FLASH_SIM_SEED", seed)
+    monkeypatch.setenv("FLASH_SIM_COPIES", copies)
 
 
 # ------------------------------------------------------------------------------------------ what is wrong
@@ -88,8 +87,9 @@ WRONG_KERNELS = [  # name, what is found, on which element
     ("same_buffer", "race", r"tile\[[01]\]\[\d+\]"),
     ("sum_without_atomic", "race", "sum"),
     ("read_beside_atomic", "race", "sum"),
-    ("shared_off_by_one", "out of bounds", r"a\[64\]"),
-    ("dynamic_too_small", "out of bounds", r"B_smem\[63\]"),
+    ("shared_off_by_one", "out of bounds", r"a\[64\], outside of its 64 elements"),
+    ("dynamic_too_small", "out of bounds",
+     r"B_smem\[63\], outside of the 508 bytes of dynamic shared memory"),
     ("tile_not_filled", "uninitialised", r"tile\[[567]\]\[\d\]"),
     ("off_by_one", "out of bounds", r"out\[200\], outside of its shape \(200,\)"),
     ("before_the_start", "out of bounds", r"x\[-1\], outside of its shape \(200,\)"),
@@ -107,14 +107,14 @@ WRONG_KERNELS = [  # name, what is found, on which element
     ("fence_by_all", "race", r"out\[\d+\]"),
     ("read_after_own_atomic", "race", r"out\[0\]"),
     ("shared_atomic_between_blocks", "race", r"out\[0\]"),
-    ("row_past_the_end", "out of bounds", r"a\[8\]\[\d+\]"),
+    ("row_past_the_end", "out of bounds", r"a\[8\]\[\d+\], outside of its 8 x 33 elements"),
     ("vector_past_the_end", "out of bounds", r"count\[0\]"),
     ("barrier_before_atomic", "race", "sum"),
     ("read_before_atomic", "race", "sum"),
     ("atomic_of_a_third", "race", "sum"),
     ("ldmatrix_before_syncwarp", "race", r"rows\[\d+\]\[\d\]"),
     ("ldmatrix_of_nothing", "uninitialised", r"rows\[15\]\[0\]"),
-    ("ldmatrix_past_the_end", "out of bounds", r"rows\[16\]\[0\]"),
+    ("ldmatrix_past_the_end", "out of bounds", r"rows\[16\]\[0\], outside of its 16 x 4 elements"),
     ("stmatrix_before_syncwarp", "race", r"rows\[\d+\]\[\d\]"),
     ("copy_not_waited_for", "race", r"tile\[\d+\]"),
     ("copy_waited_for_too_late", "race", r"tile\[\d+\]"),
@@ -123,9 +123,14 @@ WRONG_KERNELS = [  # name, what is found, on which element
     ("write_over_a_copy", "race", r"tile\[\d+\]"),
     ("two_copies_to_one_place", "race", r"tile\[\d+\]"),
     ("copy_from_past_the_end", "out of bounds", r"x\[2\d\d\], outside of its shape \(200,\)"),
+    ("shared_before_the_start", "out of bounds", r"a\[-1\], outside of its 64 elements"),
+    ("row_before_the_start", "out of bounds", r"a\[-1\]\[\d+\], outside of its 2 x 32 elements"),
+    ("dynamic_before_the_start", "out of bounds",
+     r"A_smem\[-1\], outside of the 256 bytes of dynamic shared memory"),
+    ("vector_past_the_end_of_shared", "out of bounds", r"a\[60\]"),
 ]
 ENDS_THE_LAUNCH = {"off_by_one", "before_the_start", "wild_pointer", "early_return", "barrier_in_loop",
-                   "vector_past_the_end", "copy_from_past_the_end"}
+                   "vector_past_the_end", "copy_from_past_the_end", "dynamic_before_the_start"}
 OWN_COPY = {"copy_not_waited_for", "write_over_a_copy", "two_copies_to_one_place"}  # of the same thread
 
 
@@ -133,11 +138,11 @@ def test_every_wrong_kernel_is_tested():
     assert [name for name, _, _ in WRONG_KERNELS] == list(NUMBERS) and len(NUMBERS) >= 12
 
 
-@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("seed, copies", SCHEDULES)
 @pytest.mark.parametrize("name, what, element", WRONG_KERNELS, ids=[case[0] for case in WRONG_KERNELS])
-def test_wrong_kernel(monkeypatch, name, what, element, seed):
+def test_wrong_kernel(monkeypatch, name, what, element, seed, copies):
     """Found under every schedule, also where the result happens to be right."""
-    set_seed(monkeypatch, seed)
+    set_schedule(monkeypatch, seed, copies)
     report, error = run_wrong(name, fixed=False)
     found = [f for f in report.findings if f.what == what]
     assert found, report.findings
@@ -155,10 +160,10 @@ def test_wrong_kernel(monkeypatch, name, what, element, seed):
     assert bool(error) == (name in ENDS_THE_LAUNCH), error
 
 
-@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("seed, copies", SCHEDULES)
 @pytest.mark.parametrize("name", NUMBERS)
-def test_its_right_twin(monkeypatch, name, seed):
-    set_seed(monkeypatch, seed)
+def test_its_right_twin(monkeypatch, name, seed, copies):
+    set_schedule(monkeypatch, seed, copies)
     report, error = run_wrong(name, fixed=True)
     assert (report.findings, error) == ([], None)
     assert report.kernels[0].name == name and report.kernels[0].thread_accesses > 0
@@ -213,8 +218,19 @@ def test_messages_say_what_to_do():
     assert "__threadfence()" in run_wrong("fence_missing", False)[0].findings[0].message
     assert "or use atomics" in run_wrong("sum_without_atomic", False)[0].findings[0].message
     assert "8 bytes from count[0] on" in run_wrong("vector_past_the_end", False)[0].findings[0].message
+    shared = run_wrong("vector_past_the_end_of_shared", False)[0].findings[0].message
+    assert "reads 16 bytes from a[60] on, not all of them in its shape" in shared
     syncwarp = run_wrong("syncwarp_missing", False)[0].findings[0].message
     assert "__syncwarp() if only threads of one warp share it" in syncwarp
+
+
+def test_findings_that_are_not_kept():
+    """Said, if there are any: 100 instructions are the most, here of ten lines; an eleventh has one more."""
+    for lines, findings, more in ((0, 0, False), (10, 10, False), (11, 10, True)):
+        report, _ = call(WRONG, "many_mistakes", out := torch.zeros(1), lines, out=out)
+        assert [f.what for f in report.findings] == ["uninitialised"] * findings
+        assert report.more_findings is report.to_dict()["more_findings"] is more
+        assert ("and more that are not kept" in str(report)) == more
 
 
 @pytest.mark.parametrize("x, offset, expected", [
@@ -317,32 +333,37 @@ def inspected_group(stage: str, N: int):
     return inspected_backward(stage, *random_qkv(1, 2, 1, N, N, 64, "cpu", BACKWARD[stage].dtypes[0]))
 
 
+def parts(N: int, size: int) -> list[int]:
+    """How many of N rows or columns each tile of this size has: the last one what is left."""
+    return [min(size, N - first) for first in range(0, N, size)]
+
+
 def derived_bytes(stage: str, N: int, d: int, Br: int, Bc: int) -> int:
     """HBM bytes of one head by following the algorithm: what each warp or tile reads and writes."""
     numbers = 0
-    tiles_of_q, tiles_of_k = range(0, N, Br), range(0, N, Bc)
+    tiles_of_q, tiles_of_k = parts(N, Br), parts(N, Bc)
     if stage == "naive":
-        for _ in range(N * N // 32):             # warps of one query and 32 keys
-            numbers += d * (1 + 32) + 32         # Q: one number for all lanes; K; S
+        for keys in N * parts(N, 32):            # warps of one query and 32 keys
+            numbers += d * (1 + keys) + keys     # Q: one number for all lanes; K; S
         numbers += N * N * (1 + 1 + 1 + 1) + N   # S read three times, P; L
-        for _ in range(N * d // 32):             # warps of one query and 32 columns
-            numbers += N * (1 + 32) + 32         # P: one number for all lanes; V; O
+        for columns in N * parts(d, 32):         # warps of one query and 32 columns
+            numbers += N * (1 + columns) + columns       # P: one number for all lanes; V; O
     elif stage == "tiled":
-        for _ in itertools.product(tiles_of_q, tiles_of_k):
-            numbers += Br * d + Bc * d + Br * Bc      # Q_i, K_j, S_ij
+        for rows, keys in itertools.product(tiles_of_q, tiles_of_k):
+            numbers += rows * d + keys * d + rows * keys     # Q_i, K_j, S_ij
         numbers += N * N * (1 + 1 + 1 + 1) + N
-        for _ in tiles_of_q:
-            numbers += sum(Bc * d + Br * Bc for _ in tiles_of_k) + Br * d    # V_j, P_ij; O_i
+        for rows in tiles_of_q:
+            numbers += sum(keys * d + rows * keys for keys in tiles_of_k) + rows * d     # V_j, P_ij; O_i
     elif stage == "online_softmax":
         numbers += N * d + 2 * N                      # O, m, l set
-        for _ in tiles_of_k:
-            numbers += 2 * Bc * d                     # K_j, V_j
-            for _ in tiles_of_q:
-                numbers += Br * d + 2 * (Br * d + 2 * Br)    # Q_i; O_i, m_i, l_i read and written
+        for keys in tiles_of_k:
+            numbers += 2 * keys * d                   # K_j, V_j
+            for rows in tiles_of_q:
+                numbers += rows * d + 2 * (rows * d + 2 * rows)      # Q_i; O_i, m_i, l_i read and written
         numbers += 3 * N                              # m, l, L
     else:                                             # FlashAttention-2
-        for first in tiles_of_q:
-            numbers += 2 * min(Br, N - first) * d + sum(2 * Bc * d for _ in tiles_of_k)  # Q_i, O_i; K_j, V_j
+        for rows in tiles_of_q:
+            numbers += 2 * rows * d + sum(2 * keys * d for keys in tiles_of_k)       # Q_i, O_i; K_j, V_j
         return BY_NAME[stage].dtypes[0].itemsize * numbers + 4 * N                   # L
     return 4 * numbers
 
@@ -350,56 +371,54 @@ def derived_bytes(stage: str, N: int, d: int, Br: int, Bc: int) -> int:
 def derived_backward_bytes(stage: str, N: int, d: int, Br: int, Bc: int) -> int:
     """The same of a backward stage, for two query heads that share a key head."""
     numbers = 0
-    tiles_of_k = range(0, N, Bc)
-    tiles_of_q = [(h, i) for h in range(2) for i in range(0, N, Br)]
+    tiles_of_k, tiles_of_q = parts(N, Bc), 2 * parts(N, Br)
     if stage == "naive":
-        for _ in range(2 * N * N // 32):         # warps of one query and 32 keys
-            numbers += 2 * d * (1 + 32) + 2 * 32         # Q, dO: one number for all lanes; K, V; S, dP
+        for keys in 2 * N * parts(N, 32):        # warps of one query and 32 keys
+            numbers += 2 * d * (1 + keys) + 2 * keys     # Q, dO: one number for all lanes; K, V; S, dP
         numbers += 2 * N * (N * (4 + 1 + 2 + 1) + 1)     # S read four times, P; dP read twice, dS; dL
-        for _ in range(2 * N * d // 32):         # warps of one query and 32 columns
-            numbers += N * (1 + 32) + 32                 # dS: one number for all lanes; K; dQ
-        for _ in range(N * d // 32):             # warps of one key and 32 columns
-            numbers += 2 * N * 2 * (1 + 32) + 2 * 32     # of two heads: P, dS; dO, Q; then dV, dK
+        for columns in 2 * N * parts(d, 32):     # warps of one query and 32 columns
+            numbers += N * (1 + columns) + columns       # dS: one number for all lanes; K; dQ
+        for columns in N * parts(d, 32):         # warps of one key and 32 columns
+            numbers += 2 * N * 2 * (1 + columns) + 2 * columns       # of two heads: P, dS; dO, Q; then dV, dK
     elif stage in ("mma", "cp_async"):           # most numbers have 2 bytes
         bytes_ = 2 * N * (2 * 2 * d + (2 + 1) * 4)       # O, dO; L, dL; D
-        for first in tiles_of_k:
-            keys = min(Bc, N - first)
+        sums_of_q = tiles_of_q if stage == "mma" else [Br for _ in tiles_of_q]   # whole tiles, past row N
+        for keys in tiles_of_k:
             if stage == "mma":
                 bytes_ += (2 + 2) * keys * d * 2         # K_j, V_j; dK_j, dV_j
             else:                                        # the same for each of the heads, which are then
                 bytes_ += 2 * (2 * keys * d * 2 + 2 * keys * d * 4)     # added up in float:
                 bytes_ += 2 * keys * d * 2 + 2 * (2 * keys * d * 4)
-            for _ in tiles_of_q:
-                bytes_ += 2 * Br * d * 2 + 2 * Br * 4    # Q_i, dO_i; L_i, D_i
-                bytes_ += 2 * Br * d * 4                 # dQ_i, in float: both ways
-        return bytes_ + 2 * N * d * (4 + 4 + 2)          # dQ in float: set to 0, read; dQ
+            bytes_ += sum(2 * rows * d * 2 for rows in tiles_of_q)       # Q_i, dO_i; in float L_i, D_i, and
+            bytes_ += sum(2 * rows * 4 + 2 * rows * d * 4 for rows in sums_of_q)     # dQ_i, both ways
+        return bytes_ + sum(sums_of_q) * d * 4 + 2 * N * d * (4 + 2)     # dQ in float: set to 0, read; dQ
     else:
         numbers += 2 * N * (2 * d + 2 + 1)               # O, dO; L, dL; D
-        for _ in tiles_of_k:
-            numbers += 2 * Bc * d + 2 * Bc * d           # K_j, V_j; dK_j, dV_j
-            for _ in tiles_of_q:
-                numbers += 2 * Br * d + 2 * Br           # Q_i, dO_i; L_i, D_i
+        for keys in tiles_of_k:
+            numbers += 2 * keys * d + 2 * keys * d       # K_j, V_j; dK_j, dV_j
+            numbers += sum(2 * rows * d + 2 * rows for rows in tiles_of_q)       # Q_i, dO_i; L_i, D_i
         if stage == "deterministic":
-            for _ in tiles_of_q:
-                numbers += 2 * Br * d + Br * d           # Q_i, dO_i; dQ_i
-                numbers += sum(2 * Bc * d + 2 * Br for _ in tiles_of_k)      # K_j, V_j; L_i, D_i
+            for rows in tiles_of_q:
+                numbers += 2 * rows * d + rows * d       # Q_i, dO_i; dQ_i
+                numbers += sum(2 * keys * d + 2 * rows for keys in tiles_of_k)       # K_j, V_j; L_i, D_i
         else:
             numbers += 2 * N * d                         # dQ set to 0
-            numbers += sum(2 * Br * d for _ in itertools.product(tiles_of_k, tiles_of_q))    # dQ_i: both ways
+            numbers += sum(2 * rows * d for _ in tiles_of_k for rows in tiles_of_q)  # dQ_i: both ways
     return 4 * numbers
 
 
-@pytest.mark.parametrize("N", [64, 128, 256, 512])
+@pytest.mark.parametrize("N", [64, 72, 128, 256, 512])
 @pytest.mark.parametrize("stage", BY_NAME)
 def test_hbm_traffic(stage, N):
-    """Within 5 % of what the algorithm says, and of the formula in the stage's header."""
+    """Within 5 % of what the algorithm says, and of the formula in the stage's header; also where tiles are
+    larger than N, or do not divide it."""
     tiles = BY_NAME[stage].default_tiles(64, rows=2 * N)
     counted, derived = inspected(stage, N).hbm.total, 2 * derived_bytes(stage, N, 64, **tiles)
     assert derived and abs(counted / derived - 1) < 0.05
     assert abs(counted / BY_NAME[stage].hbm_bytes(1, 2, N, N, 64, **tiles) - 1) < 0.05
 
 
-@pytest.mark.parametrize("N", [64, 128])
+@pytest.mark.parametrize("N", [64, 72, 128])
 @pytest.mark.parametrize("stage", BACKWARD)
 def test_hbm_traffic_of_a_backward_stage(stage, N):
     """The same. 2 N numbers more than the formula says: dL."""
@@ -447,10 +466,11 @@ def test_requests_as_measured():
     """Requests and sectors of HBM are those that an H200 counted, in every kernel of every stage; so are the
     stores to shared memory. (nvcc merges loads from shared memory.)"""
     measured = json.loads((flash.ROOT / "results" / "h200" / "counts_fwd.json").read_text())
-    assert measured["shape"] == {"B": 1, "H": 2, "N": 512, "d": 64, "causal": False, "dtype": "fp32"}
-    assert {row["stage"] for row in measured["kernels"]} == {
+    assert measured["shape"] == {"B": 1, "H": 2, "N": 512, "d": 64, "causal": False}
+    rows = [row for row in measured["kernels"] if row["dtype"] == "fp32"]
+    assert {row["stage"] for row in rows} == {
         name for name, stage in BY_NAME.items() if torch.float32 in stage.dtypes}
-    for row in measured["kernels"]:
+    for row in rows:
         ours = counts.simulated(inspected(row["stage"], 512), row["kernel"])
         for what, count in ours.items():
             if what.startswith("HBM") or "shared write" in what:
@@ -463,13 +483,14 @@ def test_backward_requests_as_measured(stage):
     """The same of a backward stage. (An H200 adds four numbers at a time, where the simulator adds four
     times; so its atomics are left out. naive would take minutes.)"""
     measured = json.loads((flash.ROOT / "results" / "h200" / "counts_bwd.json").read_text())
-    assert {row["stage"] for row in measured["kernels"]} == {
+    rows = [row for row in measured["kernels"] if row["dtype"] == "fp32"]
+    assert {row["stage"] for row in rows} == {
         name for name, stage in BACKWARD.items() if torch.float32 in stage.dtypes}
     q, k, v = (x.requires_grad_() for x in random_qkv(1, 2, 2, 512, 512, 64, "cpu"))
     o = flash.attention(q, k, v, backward=stage)
     with flash.inspect() as report:
         torch.autograd.grad(o, (q, k, v), torch.randn(o.shape))
-    kernels = [row for row in measured["kernels"] if row["stage"] == stage]
+    kernels = [row for row in rows if row["stage"] == stage]
     assert [row["kernel"] for row in kernels] == [kernel.name for kernel in report.kernels]
     for row in kernels:
         for what, count in counts.simulated(report, row["kernel"]).items():
@@ -544,40 +565,61 @@ def test_barriers_and_flops():
     assert report.flops == 4 * 8 * (3 + 4 + 5)
 
 
+def test_barriers_by_line():
+    """flash2: four blocks, of 8 warps, with two tiles of keys each."""
+    stage, report = BY_NAME["flash2"].path, inspected("flash2", 128)
+    lines = [(number, text.strip()) for number, text in enumerate(stage.read_text().splitlines(), 1)
+             if "__sync" in text]
+    expected = [(stage, number, text, text.split(";")[0], 4 * 2 * (8 if "warp" in text else 1))
+                for number, text in lines]
+    (kernel,) = report.kernels
+    assert len(expected) == 3 and expected == [
+        (Path(b.place.file), b.place.line, b.place.text, b.name, b.count) for b in kernel.barrier_lines]
+    table = str(report).split("Barriers, by line")[1]
+    for (number, text), a_block in zip(lines, (2, 2, 16), strict=True):
+        assert re.search(rf"^ *{stage.name}:{number}  {re.escape(text[:40])}.* {a_block}$", table, re.M)
+    data = json.loads(json.dumps(report.to_dict()))["kernels"][0]
+    assert (data["barriers"], data["warp_barriers"]) == (kernel.barriers, kernel.warp_barriers)
+    assert [(b["place"]["line"], b["name"], b["count"]) for b in data["barrier_lines"]] == [
+        (b.place.line, b.name, b.count) for b in kernel.barrier_lines]
+    naive = inspected("naive", 64)
+    assert all(kernel.barrier_lines == () for kernel in naive.kernels) and "Barriers" not in str(naive)
+
+
 # ------------------------------------------------------------------------------------------ stages: right
-SHAPES = [  # B, H, H_kv, N_q, N_k, d, causal, which of tile_sizes() (None: the default)
-    (1, 2, 2, 64, 64, 64, True, None),
-    (2, 4, 2, 45, 70, 24, True, 1),
-    (1, 4, 1, 100, 33, 40, False, 2),
-    (1, 2, 2, 70, 50, 8, True, 0),
-    (1, 1, 1, 1, 1, 128, False, None),
-    (1, 1, 1, 33, 65, 256, True, None),
+SHAPES = [  # B, H, H_kv, N_q, N_k, d, causal, which of tile_sizes() (None: the default), which type
+    (1, 2, 2, 64, 64, 64, True, None, 0),
+    (2, 4, 2, 45, 70, 24, True, 1, -1),
+    (1, 4, 1, 100, 33, 40, False, 2, 0),
+    (1, 2, 2, 70, 50, 8, True, 0, -1),
+    (1, 1, 1, 1, 1, 128, False, None, 0),
+    (1, 1, 1, 33, 65, 256, True, None, -1),
 ]
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("stage", BY_NAME)
 def test_no_finding_in_a_correct_stage(monkeypatch, stage, shape):
-    B, H, H_kv, N_q, N_k, d, causal, which = shape
-    q, k, v = random_qkv(B, H, H_kv, N_q, N_k, d, "cpu", BY_NAME[stage].dtypes[0])
+    B, H, H_kv, N_q, N_k, d, causal, which, dtype = shape
+    q, k, v = random_qkv(B, H, H_kv, N_q, N_k, d, "cpu", BY_NAME[stage].dtypes[dtype])
     tiles = {} if which is None else tile_sizes(BY_NAME[stage], d)[which]
-    for seed in SEEDS:
-        set_seed(monkeypatch, seed)
+    for seed, copies in SCHEDULES:
+        set_schedule(monkeypatch, seed, copies)
         with flash.inspect() as report:
             o, lse = flash.attention(q, k, v, causal=causal, stage=stage, return_lse=True, **tiles)
         assert report.findings == []
         check(o, lse, q, k, v, N_k - N_q if causal else None)
 
 
-@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("seed, copies", SCHEDULES)
 @pytest.mark.parametrize("stage", BACKWARD)
-def test_no_finding_in_a_correct_backward_stage(monkeypatch, stage, seed):
-    """With small tiles, gaps and a mask; with middling ones, and fewer keys than queries."""
-    set_seed(monkeypatch, seed)
+def test_no_finding_in_a_correct_backward_stage(monkeypatch, stage, seed, copies):
+    """With small tiles, gaps and a mask; with middling ones, fewer keys than queries, and the last type."""
+    set_schedule(monkeypatch, seed, copies)
     small, middling, _ = tile_sizes(BACKWARD[stage], 32)
-    dtype = BACKWARD[stage].dtypes[0]
-    assert inspected_backward(stage, *qkv_with_gaps("cpu", dtype), **small).findings == []
-    q, k, v = random_qkv(1, 2, 1, 70, 50, 32, "cpu", dtype)
+    dtypes = BACKWARD[stage].dtypes
+    assert inspected_backward(stage, *qkv_with_gaps("cpu", dtypes[0]), **small).findings == []
+    q, k, v = random_qkv(1, 2, 1, 70, 50, 32, "cpu", dtypes[-1])
     assert inspected_backward(stage, q, k, v, **middling).findings == []
 
 
@@ -624,9 +666,10 @@ def test_no_barrier_can_be_spared(tmp_path, stage, line):
         lines[line - 1] = re.sub(r"__sync\w+\(\);", "", lines[line - 1])
         return "\n".join(lines) + "\n"
     file = mutated(tmp_path, stage, without)
-    for d, scale in ((16, None), (16, -0.1), (256, None)):     # some are needed for some of these only
+    for d, scale in ((16, None), (16, -0.1), (256, None), (128, None)):   # some are needed for some of these
         q, k, v = random_qkv(1, 1, 1, 70, 70, d, "cpu", stage.dtypes[0])
         tiles = min(tile_sizes(stage, d)[0], {"Br": 32, "Bc": 32}, key=lambda tile: -tile["Br"])
+        tiles = stage.default_tiles(d) if d == 128 else tiles
         if stage.direction == "bwd":
             report = inspected_backward(file, q, k, v, **tiles)
         else:
@@ -671,6 +714,10 @@ def test_out_of_bounds_in_a_stage(tmp_path, stage, pattern, replacement, arrays)
     found = [f for f in report.findings if f.what == "out of bounds"]
     assert {re.match(r"\(?([\w, ]+?)\)?\[", f.element)[1] for f in found} == arrays
     assert all("outside of its shape" in f.element for f in found)
+    first_heads = {f.element[0] for f in found if f.element[1:].startswith("[0, 0, ")}
+    assert first_heads == arrays & set("QKVO")
+    races = {f.element[0] for f in report.findings if f.what == "race"}
+    assert ("L" in races) == ("L" in arrays), "its heads have no gaps between them: two blocks write there"
 
 
 OUT_OF_BOUNDS_BACKWARD = [

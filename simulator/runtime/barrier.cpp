@@ -19,7 +19,7 @@ static int barrier(int predicate, const char* name, Site site) {
     std::vector<Fiber*> all;
     all.swap(b.waiting);
     w.current->site = site;
-    if (w.launch->checked) barrier_reached(w, all);
+    if (w.launch->checked) barrier_reached(w, all, name);
     for (Fiber* f : all)
       if (f != w.current) wake(f);
   }

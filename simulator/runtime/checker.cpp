@@ -95,23 +95,56 @@ static uint3 block_index(const Worker& w, uint32_t number) {
   return {number % g.x, number / g.x % g.y, number / g.x / g.y};
 }
 
-// The element of shared memory at an offset, such as tile[3][5].
-std::string shared_element(const Worker& w, size_t offset) {
-  const SharedArray* array = nullptr;
-  for (const SharedArray& a : w.arrays)    // of those that start before it, the nearest; a later name wins
-    if (a.offset <= offset && (!array || a.offset >= array->offset)) array = &a;
-  if (!array) return "shared memory";
-  size_t index = (offset - array->offset) / array->element_bytes;
-  std::string subscripts;
-  for (size_t i = array->extents.size(); i-- > 1;) {
-    subscripts = "[" + std::to_string(index % array->extents[i]) + "]" + subscripts;
-    index /= array->extents[i];
-  }
-  if (array->extents.empty() && !index && array->bytes) return array->name;     // __shared__ float x;
-  return array->name + ("[" + std::to_string(index) + "]") + subscripts;
+static int64_t end_of(const Worker& w, const SharedArray& a) {
+  return int64_t(a.bytes ? a.offset + a.bytes : w.launch->dynamic_shared);
 }
 
-constexpr size_t MOST_FINDINGS = 100;   // of different places
+// The array that an offset in shared memory belongs to. Between two arrays: the one whose end is nearer.
+static const SharedArray* shared_array(const Worker& w, int64_t offset) {
+  const SharedArray *before = nullptr, *after = nullptr;   // the nearest ones; of two names the later
+  for (const SharedArray& a : w.arrays) {
+    if (int64_t(a.offset) > offset) after = !after || a.offset <= after->offset ? &a : after;
+    else before = !before || a.offset >= before->offset ? &a : before;
+  }
+  if (!before || !after) return before ? before : after;
+  return offset - end_of(w, *before) < int64_t(after->offset) - offset ? before : after;
+}
+
+// x / y, rounded down, for a y above 0; x becomes what is left.
+static int64_t divide(int64_t& x, int64_t y) {
+  const int64_t rest = (x % y + y) % y, quotient = (x - rest) / y;
+  x = rest;
+  return quotient;
+}
+
+// The element of shared memory at an offset, such as tile[3][5], or tile[-1][5], outside of its 8 x 8
+// elements.
+std::string shared_element(const Worker& w, int64_t offset) {
+  const SharedArray* array = shared_array(w, offset);
+  if (!array) return "shared memory, outside of all arrays";
+  const bool inside = offset >= int64_t(array->offset) && offset < end_of(w, *array);
+  const bool fixed = array->identity;                        // in size: else a part of the dynamic array
+  if (fixed && inside && array->extents.empty()) return array->name;     // __shared__ float x;
+
+  int64_t rest = offset - int64_t(array->offset);
+  int64_t index = divide(rest, int64_t(array->element_bytes));
+  std::string subscripts, sizes;
+  for (size_t i = array->extents.size(); i-- > 1;) {
+    rest = index;
+    index = divide(rest, int64_t(array->extents[i]));
+    subscripts = "[" + std::to_string(rest) + "]" + subscripts;
+    sizes = " x " + std::to_string(array->extents[i]) + sizes;
+  }
+  const std::string element = array->name + ("[" + std::to_string(index) + "]") + subscripts;
+  if (inside) return element;
+  if (!fixed)
+    return element + ", outside of the " + std::to_string(w.launch->dynamic_shared) +
+           " bytes of dynamic shared memory";
+  if (array->extents.empty()) return element + ", outside of its 1 element";
+  return element + ", outside of its " + std::to_string(array->extents[0]) + sizes + " elements";
+}
+
+constexpr size_t MOST_FINDINGS = 100;   // of different instructions
 
 static Finding* find_same(const std::string& what, const std::vector<Party>& parties) {
   auto matches = [&](const Finding& f, bool swapped) {
@@ -132,7 +165,10 @@ static void found(Finding finding) {
     same->count++;
     return;
   }
-  if (checker->findings.size() >= MOST_FINDINGS) return;
+  if (checker->findings.size() >= MOST_FINDINGS) {
+    checker->more_findings = true;
+    return;
+  }
   const Worker& w = *worker;
   finding.kernel = w.launch->name;
   finding.count = 1;
@@ -281,21 +317,24 @@ static const Memory* nearest_array(const char* p) {
 // Before it does harm: the launch ends here.
 [[noreturn]] static void forbid(const char* p, size_t bytes, Kind kind, const void* pc) {
   Worker& w = *worker;
-  const Memory* near = nearest_array(p);
+  const bool shared = size_t(p - (w.shared - GUARD_BYTES)) < ARENA_BYTES + 2 * GUARD_BYTES;
+  const Memory* near = shared ? checker->shared.get() : nearest_array(p);
+  int array = shared ? SHARED : NO_ARRAY;
   char text[200];
-  if (near) {
+  if (shared) {
+    snprintf(text, sizeof text, "%s", shared_element(w, p - w.shared).c_str());
+  } else if (near) {
     const bool before = p < near->base;
     const ptrdiff_t distance = before ? near->base - p : p - (near->base + near->bytes);
     const char* where = before ? "before the start" : "past the end";
     if (distance < 0) snprintf(text, sizeof text, "partly past the end of %s", near->name.c_str());
     else snprintf(text, sizeof text, "%td bytes %s of %s", distance, where, near->name.c_str());
+    for (size_t i = 0; i < checker->arrays.size(); i++)
+      if (checker->arrays[i].get() == near) array = int(i);
   } else {
     snprintf(text, sizeof text, "at address %p, in no array that the kernel was given",
              static_cast<const void*>(p));
   }
-  int array = NO_ARRAY;
-  for (size_t i = 0; i < checker->arrays.size(); i++)
-    if (near && checker->arrays[i].get() == near) array = int(i);
   found_about("out of bounds", number_of(pc, array, kind), array, near ? p - near->base : 0, bytes, text);
   w.error_is_found = true;
   abandon_block(describe(w) + source_line(pc) + ": access out of bounds, " + text);
@@ -424,19 +463,29 @@ static void check_one_barrier(const Worker& w, const std::vector<Fiber*>& all) {
   found({"barrier", "", SHARED, "", 0, 0, parties, "", 0});
 }
 
-void barrier_reached(Worker& w, const std::vector<Fiber*>& all) {
-  checker->kernel->barriers++;
+static void count_barrier(Site site, const char* name) {
+  auto& barriers = checker->kernel->barriers;
+  auto same = std::find_if(barriers.begin(), barriers.end(), [&](const Barriers& b) {
+    return b.site.line == site.line && !strcmp(b.site.file, site.file) && !strcmp(b.name, name);
+  });
+  if (same == barriers.end()) same = barriers.insert(barriers.end(), Barriers{site, name, 0});
+  same->count++;
+}
+
+void barrier_reached(Worker& w, const std::vector<Fiber*>& all, const char* name) {
+  count_barrier(w.current->site, name);
   flush_all_requests(w.warps.size());
   check_one_barrier(w, all);
   synchronise(all);
 }
 
-void warp_synchronised(Worker& w, int warp, unsigned lanes, bool orders_memory) {
+void warp_synchronised(Worker& w, int warp, const WarpOperation& op, bool orders_memory) {
+  unsigned lanes = op.mask;
   const size_t first = size_t(warp) * WARP_SIZE;
   const size_t count = std::min<size_t>(w.fibers.size() - first, WARP_SIZE);
   if (unsigned(__builtin_popcount(lanes)) == count) flush_requests(warp);
   if (!orders_memory) return;
-  checker->kernel->warp_barriers++;
+  count_barrier(op.site, op.name);
   std::vector<Fiber*> fibers;
   for (; lanes; lanes &= lanes - 1) fibers.push_back(&w.fibers[first + __builtin_ctz(lanes)]);
   synchronise(fibers);

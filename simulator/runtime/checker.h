@@ -105,12 +105,19 @@ struct Traffic {               // of one array in one kernel
   uint64_t unique_read = 0, unique_written = 0;   // distinct bytes of each launch
 };
 
+struct Barriers {              // at one line of the source
+  Site site;
+  const char* name;            // such as "__syncthreads()" or "__syncwarp()"
+  uint64_t count;              // of blocks, or of warps, each time that they are there
+};
+
 struct Kernel {
   const void* function = nullptr;
   std::string name;
   dim3 grid, block;
   size_t shared_bytes = 0;     // a block, at most
-  uint64_t launches = 0, blocks = 0, barriers = 0, warp_barriers = 0, accesses = 0;
+  uint64_t launches = 0, blocks = 0, accesses = 0;
+  std::vector<Barriers> barriers;
   std::vector<Counters> counters;     // by access
   std::vector<Traffic> traffic;       // by array
 };
@@ -144,6 +151,7 @@ struct Checker {
   uint32_t block_epoch = 0;                      // of shared memory
   uint32_t block = 0;                            // the number of the block that runs, in its grid
   std::vector<Finding> findings;
+  bool more_findings = false;                    // than are kept
 };
 extern Checker* checker;       // null: nothing is inspected
 extern std::mutex checker_mutex;
@@ -156,10 +164,10 @@ void begin_checked_launch(Worker& w);
 void begin_checked_block(Worker& w);
 void end_checked_block(Worker& w);
 void shared_array_declared(Worker& w, const SharedArray& array);
-void barrier_reached(Worker& w, const std::vector<Fiber*>& all);
-void warp_synchronised(Worker& w, int warp, unsigned lanes, bool orders_memory);
+void barrier_reached(Worker& w, const std::vector<Fiber*>& all, const char* name);
+void warp_synchronised(Worker& w, int warp, const WarpOperation& op, bool orders_memory);
 void error_found(const Worker& w);
-std::string shared_element(const Worker& w, size_t offset);
+std::string shared_element(const Worker& w, int64_t offset);
 
 // -------------------------------------------------------------------------------- counters.cpp
 void count_access(int access, int warp, int lane, uint64_t offset, size_t bytes);

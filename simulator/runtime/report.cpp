@@ -93,6 +93,13 @@ static std::string json(const Counters& c, size_t access) {
                       {"example", json(c.example)}});
 }
 
+static std::string json(const Barriers& b) {
+  return json_object({{"file", json(b.site.file)},
+                      {"line", json(uint64_t(b.site.line))},
+                      {"name", json(b.name)},
+                      {"count", json(b.count)}});
+}
+
 static std::string json(const Kernel& k) {
   std::string counters, traffic;
   for (size_t i = 0; i < k.counters.size(); i++)
@@ -105,8 +112,7 @@ static std::string json(const Kernel& k) {
                       {"shared_bytes", json(k.shared_bytes)},
                       {"launches", json(k.launches)},
                       {"blocks", json(k.blocks)},
-                      {"barriers", json(k.barriers)},
-                      {"warp_barriers", json(k.warp_barriers)},
+                      {"barriers", json_list(k.barriers, [](const Barriers& b) { return json(b); })},
                       {"accesses", json(k.accesses)},
                       {"unique", "[" + traffic + "]"},
                       {"counters", "[" + counters + "]"}});
@@ -162,7 +168,8 @@ extern "C" const char* sim_check_report() {
        {"kinds", json_list(checker->accesses, [](const Access& a) { return json(a.kind); })},
        {"arrays", json_list(checker->accesses, [](const Access& a) { return std::to_string(a.array); })},
        {"kernels", json_list(checker->kernels, [](const Kernel& k) { return json(k); })},
-       {"findings", json_list(checker->findings, [](const Finding& f) { return json(f); })}});
+       {"findings", json_list(checker->findings, [](const Finding& f) { return json(f); })},
+       {"more_findings", checker->more_findings ? "true" : "false"}});
   return text.c_str();
 }
 

@@ -46,7 +46,7 @@ void together(unsigned mask, const char* name, void* operands, Site site, void (
   if (op->arrived != mask) return wait_until_woken(State::AT_WARP_OPERATION, name, site);
 
   if (f) f(*op);
-  if (w.launch->checked) warp_synchronised(w, self.warp, mask, orders_memory);
+  if (w.launch->checked) warp_synchronised(w, self.warp, *op, orders_memory);
   op->arrived = 0;
   for (int lane = WARP_SIZE - 1; lane >= 0; lane--)  // the warp goes on together: its data are in the cache
     if (mask & ~bit & 1u << lane) wake(&w.fibers[self.warp * WARP_SIZE + lane], true);

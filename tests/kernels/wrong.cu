@@ -117,6 +117,37 @@ __global__ void shared_off_by_one(const float* x, float* out, int fixed) {
   __syncthreads();
   out[threadIdx.x] = a[threadIdx.x] + b[threadIdx.x];
 }
+__global__ void shared_before_the_start(const float* x, float* out, int fixed) {
+  __shared__ float before[16];
+  __shared__ float a[64];
+  const int t = threadIdx.x;
+  if (t < 16) before[t] = 0.f;
+  a[t] = x[t];
+  __syncthreads();
+  out[t] = fixed && t == 0 ? before[0] : a[t - 1];  // HERE: shared_before_the_start 1
+}
+__global__ void row_before_the_start(const float* x, float* out, int fixed) {
+  __shared__ float a[2][32];
+  const int t = threadIdx.x;
+  for (int row = fixed ? 0 : -1; row < 2; row++) a[row][t] = x[t];  // HERE: row_before_the_start 1
+  out[t] = a[0][t] + a[1][t];
+}
+__global__ void dynamic_before_the_start(const float* x, float* out, int fixed) {
+  extern __shared__ float smem[];
+  float* A_smem = smem;
+  const int t = threadIdx.x;
+  A_smem[t] = x[t];
+  __syncthreads();
+  out[t] = fixed && t == 0 ? 0.f : A_smem[t - 1];  // HERE: dynamic_before_the_start 1
+}
+__global__ void vector_past_the_end_of_shared(const float* x, float* out, int fixed) {
+  __shared__ __align__(16) float a[62];
+  for (int k = threadIdx.x; k < 62; k += 16) a[k] = x[k];
+  __syncthreads();
+  const int i = fixed && threadIdx.x == 15 ? 0 : threadIdx.x;
+  const float4 v = reinterpret_cast<float4*>(a)[i];  // HERE: vector_past_the_end_of_shared 1
+  out[threadIdx.x] = v.x + v.y + v.z + v.w;
+}
 __global__ void dynamic_too_small(const float* x, float* out) {
   extern __shared__ float smem[];
   float* A_smem = smem;
@@ -453,7 +484,37 @@ extern "C" const char* run_wrong(int which, const float* x, float* out, unsigned
     case 41: write_over_a_copy<<<1, 64>>>(x, out, fixed); break;
     case 42: two_copies_to_one_place<<<1, 64>>>(x, out, fixed); break;
     case 43: copy_from_past_the_end<<<1, 64>>>(x, out, fixed); break;
+    case 44: shared_before_the_start<<<1, 64>>>(x, out, fixed); break;
+    case 45: row_before_the_start<<<1, 32>>>(x, out, fixed); break;
+    case 46: dynamic_before_the_start<<<1, 64, 256>>>(x, out, fixed); break;
+    case 47: vector_past_the_end_of_shared<<<1, 16>>>(x, out, fixed); break;
   }
+  return result();
+}
+
+// Reads by `lines` different lines, ten instructions each, of what nothing has written
+#define TEN_READS sum += *p; sum += *p; sum += *p; sum += *p; sum += *p; \
+                  sum += *p; sum += *p; sum += *p; sum += *p; sum += *p;
+__global__ void many_mistakes(float* out, int lines) {
+  __shared__ float a;
+  volatile float* p = &a;
+  if (lines == 0) a = 0.f;
+  float sum = 0.f;
+  TEN_READS
+  TEN_READS
+  TEN_READS
+  TEN_READS
+  TEN_READS
+  TEN_READS
+  TEN_READS
+  TEN_READS
+  TEN_READS
+  TEN_READS
+  if (lines > 10) sum += *p;
+  out[0] = sum;
+}
+extern "C" const char* run_many_mistakes(float* out, int lines) {
+  many_mistakes<<<1, 1>>>(out, lines);
   return result();
 }
 

@@ -64,7 +64,7 @@ template <class T> inline T& shared_static(const char* name, const char* declare
       std::rank<A>::value,
       {std::extent<A, 0>::value, std::extent<A, 1>::value, std::extent<A, 2>::value,
        std::extent<A, 3>::value}};
-  return *static_cast<T*>(sim_shared_static(&identity, name, declared_at, sizeof(T), alignof(T), &shape));
+  return *static_cast<T*>(sim_shared_static(&identity, name, declared_at, sizeof(A), alignof(T), &shape));
 }
 // extern __shared__ T a[]; becomes a pointer to its dynamic part.
 template <class T> inline T* shared_dynamic(const char* name, const char* declared_at) {

@@ -130,9 +130,16 @@ template <class F> sim::Number<F> __hmul(sim::Number<F> a, sim::Number<F> b) { r
 template <class F> sim::Number<F> __hdiv(sim::Number<F> a, sim::Number<F> b) { return a / b; }
 template <class F> sim::Number<F> __hneg(sim::Number<F> a) { return -a; }
 template <class F> sim::Number<F> __habs(sim::Number<F> a) { return fabsf(a); }
+
+// Rounded once. The product is exact in double, the sum may not be: then it is made odd, that is, of the two
+// neighbours the one whose last digit is 1, which is on the same side of every tie between 16-bit numbers.
 template <class F> sim::Number<F> __hfma(sim::Number<F> a, sim::Number<F> b, sim::Number<F> c) {
-  return double(float(a)) * double(float(b)) + double(float(c));
+  const double product = double(float(a)) * double(float(b)), addend = float(c), sum = product + addend;
+  const double without = sum - product, error = (product - (sum - without)) + (addend - without);
+  const bool inexact = error < 0 || error > 0, even = sim::bits<uint64_t>(sum) % 2 == 0;
+  return inexact && even ? nextafter(sum, error > 0 ? INFINITY : -INFINITY) : sum;
 }
+
 template <class F> sim::Number<F> __hmax(sim::Number<F> a, sim::Number<F> b) { return fmaxf(a, b); }
 template <class F> sim::Number<F> __hmin(sim::Number<F> a, sim::Number<F> b) { return fminf(a, b); }
 template <class F> bool __hisnan(sim::Number<F> a) { return a != a; }
