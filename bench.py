@@ -9,7 +9,7 @@
     python bench.py --sweep flash2 --seqlens 4096      # one stage with all tile sizes that fit
 
 A stage is checked before it is timed, against attention in float64. Its largest error in O may be twice that
-of PyTorch's plain attention in the same type, plus 1e-6; in dQ, dK and dV three times, plus 1e-6 of the
+of plain PyTorch, with products in the same type, plus 1e-6; in dQ, dK and dV three times, plus 1e-6 of the
 gradient's largest element, or of 1. Without a GPU it also runs once under flash.inspect(), which counts its
 HBM traffic and finds data races and other mistakes.
 
@@ -191,45 +191,44 @@ def random_inputs(N: int, args: argparse.Namespace) -> list[torch.Tensor]:
     return tensors
 
 
-def exact_head(Q, K, V, dO=None, hidden: torch.Tensor | None = None) -> tuple[torch.Tensor, ...]:
+def plain_head(Q, K, V, dO=None, hidden: torch.Tensor | None = None,
+               rounded: bool = False) -> tuple[torch.Tensor, ...]:
     """(O,) of one head, or for a dO (dQ, dK, dV), by the formulas of flash_fwd.cu and flash_bwd.cu.
 
     Args:
-        Q, K, V, dO: (N, d), of any type; computed in float64.
+        Q, K, V, dO: (N, d), of any type.
         hidden: (N, N), true where a query does not see a key.
+        rounded: products take and give Q's type, and what lies between is in float32; else all is in float64.
     """
-    Q, K, V = Q.double(), K.double(), V.double()
+    narrow, wide = (Q.dtype, torch.float32) if rounded else (torch.float64, torch.float64)
+    Q, K, V = (x.to(narrow) for x in (Q, K, V))
     scale = 1 / math.sqrt(Q.shape[1])
-    S = scale * Q @ K.T
+    S = (scale * Q @ K.T).to(wide)
     P = (S if hidden is None else S.masked_fill_(hidden, -math.inf)).softmax(-1)
     if dO is None:
-        return (P @ V,)
-    dO = dO.double()
-    dP = dO @ V.T
-    dS = P * (dP - (P * dP).sum(-1, keepdim=True))
-    return scale * dS @ K, scale * dS.T @ Q, P.T @ dO
+        return (P.to(narrow) @ V,)
+    dO = dO.to(narrow)
+    dP = (dO @ V.T).to(wide)
+    dS = (P * (dP - (P * dP).sum(-1, keepdim=True))).to(narrow)
+    return scale * dS @ K, scale * dS.T @ Q, P.to(narrow).T @ dO
 
 
 def make_case(N: int, args: argparse.Namespace) -> Case:
-    """Random inputs, what is exact for them, and PyTorch's error: by heads of K, so that a long N fits."""
+    """Random inputs, what is exact for them, and plain PyTorch's error: by heads, so that a long N fits."""
     inputs = random_inputs(N, args)
     gradients = args.direction != "fwd"
     names = ("dQ", "dK", "dV") if gradients else ("O",)
     group = args.H // args.H_kv
     by_head = [x.detach().unflatten(1, (args.H_kv, -1)) for x in inputs]  # (B, H_kv, group or 1, N, d)
-    exact = [torch.zeros_like(x, dtype=torch.float64) for x, _ in zip(by_head, names, strict=False)]
-    errors = [0.0] * len(names)
+    exact, plain = ([torch.zeros_like(x, dtype=torch.float64) for x, _ in zip(by_head, names, strict=False)]
+                    for _ in range(2))
     hidden = torch.ones(N, N, dtype=torch.bool, device=args.device).triu(1) if args.causal else None
-    plain = Competitor("math", "", False, functools.partial(sdpa, SDPBackend.MATH, args.causal))
-    for at in itertools.product(range(args.batch), range(args.H_kv)):
-        for h in range(group):
-            one_head = (x[at].expand(group, -1, -1)[h] for x in by_head)
-            for x, truth in zip(exact, exact_head(*one_head, hidden=hidden), strict=True):
-                x[at].expand(group, -1, -1)[h].add_(truth)  # dK and dV: the group's sum
-        part = [x[at][None].requires_grad_(y.requires_grad) for x, y in zip(by_head, inputs, strict=True)]
-        outputs = plain.prepare(args.direction, *part)()
-        errors = [max(error, largest_error(x[0], truth[at]))
-                  for error, x, truth in zip(errors, outputs, exact, strict=True)]
+    for at in itertools.product(range(args.batch), range(args.H_kv), range(group)):
+        one_head = [x[at[:2]].expand(group, -1, -1)[at[2]] for x in by_head]
+        for sums, rounded in (exact, False), (plain, True):
+            for x, part in zip(sums, plain_head(*one_head, hidden=hidden, rounded=rounded), strict=True):
+                x[at[:2]].expand(group, -1, -1)[at[2]].add_(part)  # dK and dV: the group's sum
+    errors = [largest_error(x, truth) for x, truth in zip(plain, exact, strict=True)]
     exact = [x.flatten(1, 2) for x in exact]
     sizes = [max(1, x.abs().max().item()) for x in exact]  # a gradient may be a sum over many rows
     allowed = [3 * error + 1e-6 * size if gradients else 2 * error + 1e-6
@@ -533,7 +532,7 @@ def sweep(args: argparse.Namespace) -> int:
     stage, shared_memory = args.stages[0], flash.shared_memory_per_block(args.device)
     data = new_data(args) | {"stage": stage.name, "d": args.head_dim}
     rows = args.batch * args.H * args.seqlens[0]
-    data["default"] = stage.tiles(args.head_dim, shared_memory, rows)
+    data["default"] = stage.tiles(args.head_dim, shared_memory, rows, args.causal)
     choices = []
     for Br, Bc in itertools.product(TILE_SIZES, repeat=2):
         with contextlib.suppress(ValueError):

@@ -105,16 +105,18 @@ class Stage:
             return Available(str(error))
         return Available()
 
-    def default_tiles(self, d: int, rows: int = MANY) -> dict[str, int]:
-        """Br and Bc for a head dimension and B * H * N_q rows: the last rule whose condition holds."""
+    def default_tiles(self, d: int, rows: int = MANY, causal: bool = False) -> dict[str, int]:
+        """Br and Bc for a head dimension, B * H * N_q rows and a mask or none: the last rule whose condition
+        holds."""
         tiles = {}
         for rule in self.tile_rules.split(";"):
             condition, _, sizes = rule.rpartition(":")
-            if not condition or _evaluate(condition, d=d, rows=rows):
+            if not condition or _evaluate(condition, d=d, rows=rows, causal=causal):
                 tiles = {name: int(size) for name, size in re.findall(r"(\w+)=(\d+)", sizes)}
         return tiles
 
-    def tiles(self, d: int, shared_memory: int, rows: int = MANY, **chosen: int) -> dict[str, int]:
+    def tiles(self, d: int, shared_memory: int, rows: int = MANY, causal: bool = False,
+              **chosen: int) -> dict[str, int]:
         """The tile sizes of a call: `chosen` ones, else the defaults, or the nearest to them that fit.
 
         In messages they have attention()'s names: Br_bwd and Bc_bwd for a backward stage.
@@ -123,6 +125,7 @@ class Stage:
             d: head dimension.
             shared_memory: bytes that a block may have on the device.
             rows: B * H * N_q.
+            causal: whether there is a mask.
         Raises:
             ValueError: if the stage does not know a tile by this name, or cannot use its size.
         """
@@ -133,20 +136,21 @@ class Stage:
                 raise ValueError(f"{name}{self._suffix} must be an integer from 1 to 1024, not {size!r}")
             chosen[name] = operator.index(size)
         rows = 1 << rows.bit_length() - 1  # rounded down, so that the cache stays small
-        return dict(self._fitting_tiles(d, shared_memory, rows, tuple(chosen.items())))
+        return dict(self._fitting_tiles(d, shared_memory, rows, causal, tuple(chosen.items())))
 
     @functools.cache
     def fits(self, d: int, shared_memory: int) -> bool:
         """Whether it has tile sizes for this head dimension and so many bytes of shared memory a block."""
         try:
-            self._fitting_tiles(d, shared_memory, MANY, ())
+            self._fitting_tiles(d, shared_memory, MANY, False, ())
         except ValueError:
             return False
         return True
 
     @functools.cache  # some 100 us, in every call of attention()
-    def _fitting_tiles(self, d: int, shared_memory: int, rows: int, chosen: tuple) -> dict[str, int]:
-        tiles = self.default_tiles(d, rows)
+    def _fitting_tiles(self, d: int, shared_memory: int, rows: int, causal: bool,
+                       chosen: tuple) -> dict[str, int]:
+        tiles = self.default_tiles(d, rows, causal)
         tiles.update(chosen)
         if not (problem := self._tile_problem(d, shared_memory, tiles)):
             return tiles
@@ -215,7 +219,8 @@ def _read_stage(path: Path, direction: str, modified: int) -> Stage:
     title = re.match(r"\ufeff?// (Forward|Backward) stage (\d+): (\w+)", header)
     if title:
         direction = "fwd" if title[1] == "Forward" else "bwd"
-    fields = dict(re.findall(rf"^// ({'|'.join(FIELDS)}): *(.*)$", header, re.M))
+    lines = re.sub(r"\n// {8,}", " ", header)  # a long field goes on in the next line
+    fields = dict(re.findall(rf"^// ({'|'.join(FIELDS)}): *(.*)$", lines, re.M))
     types = re.split(r",\s*", fields.get("types", "fp32"))
     if unknown := set(types) - set(DTYPES):
         raise ValueError(f"{path}: types: {', '.join(unknown)} not among {', '.join(DTYPES)}")

@@ -21,6 +21,7 @@ import flash  # noqa: E402
 RESULTS = ROOT / "results"
 SHOWN_N = 1024
 LONG = (1024, 2048, 4096)
+SIXTEEN = ("bf16", "fp16")
 
 
 def ladder() -> str:
@@ -43,13 +44,19 @@ def bench_json(device: str, direction: str) -> dict:
     return json.loads((RESULTS / device / f"bench_{direction.replace('+', '_')}.json").read_text())
 
 
-def measured(direction: str) -> str:
-    """A pass on an H200: the bench's table and plot."""
-    data = bench_json("h200", direction)
+def measured(direction: str, folder: str = "h200", options: str = "") -> str:
+    """A pass on an H200: the bench's table and plot. options: others than the pass, of bench.py."""
+    data = bench_json(folder, direction)
     table, origin = bench_report.results_table(data, SHOWN_N).split("\n\n")
-    option = f" --pass {direction}" * (direction != "fwd")
-    return (f"{table}\n\n{origin} Measured on {data['date'][:10]} by `python bench.py{option}`.\n\n"
-            f"![time against N](results/h200/bench_{direction}_time.png)")
+    options = f" --pass {direction}" * (direction != "fwd") + options
+    return (f"{table}\n\n{origin} Measured on {data['date'][:10]} by `python bench.py{options}`.\n\n"
+            f"![time against N](results/{folder}/bench_{direction}_time.png)")
+
+
+def measured16(direction: str) -> str:
+    """The same in bf16; empty before it is measured."""
+    there = (RESULTS / "h200" / "bf16" / f"bench_{direction}.json").exists()
+    return measured(direction, "h200/bf16", " --dtype bf16") if there else ""
 
 
 def results() -> str:
@@ -68,41 +75,88 @@ def backward() -> str:
     return measured("bwd")
 
 
+def results16() -> str:
+    """The forward pass on an H200, in bf16."""
+    return measured16("fwd")
+
+
+def backward16() -> str:
+    """The backward pass on an H200, in bf16."""
+    return measured16("bwd")
+
+
+def ratio_rows(*dtypes: str) -> tuple[list[dict], str]:
+    """The rows of these types that ratios.py has measured, and their device and dates."""
+    data = json.loads((RESULTS / "h200" / "ratios.json").read_text())
+    dates = sorted({data["date"][dtype] for dtype in dtypes if dtype in data["date"]})
+    return ([row for row in data["rows"] if row["dtype"] in dtypes],
+            f"{data['device']}; {' and '.join(dates)}")
+
+
+def ratio_table(rows: list[dict], stage: str, peer: str, columns: dict[tuple, str],
+                tflops: bool = False) -> list[str]:
+    """A line for each pass, d and mask: the peer's time over the stage's, perhaps with the stage's TFLOP/s.
+    columns: their heads by type and N."""
+    found = {(row["pass"], row["d"], row["causal"], row["dtype"], row["N"], row["name"]): row for row in rows}
+    lines = [f"| pass | d | mask | {' | '.join(columns.values())} |",
+             "|---|---:|---|" + "---:|" * len(columns)]
+    for direction, d, causal in dict.fromkeys(key[:3] for key in found):
+        cells = []
+        for column in columns:
+            ours, theirs = (found.get((direction, d, causal, *column, name)) for name in (stage, peer))
+            fits = ours and theirs and ours["status"] == theirs["status"] == "ok"
+            cells.append(f"{theirs['median_ms'] / ours['median_ms']:.2f}×" if fits else "-")
+            if fits and tflops:
+                cells[-1] += f" ({ours['tflops']:.0f})"
+        mask = "causal" if causal else "full"
+        lines.append(f"| {bench_report.PASSES[direction]} | {d} | {mask} | {' | '.join(cells)} |")
+    return lines
+
+
 def ratios() -> str:
     """The speed of the stage vectorized on an H200, as a multiple of PyTorch's efficient backend's."""
-    found, origins, dates = {}, set(), set()
-    for file in (RESULTS / "h200" / "ratios").glob("*.json"):
-        data = json.loads(file.read_text())
-        shape = re.sub(r" d=\d+|( not)? causal$", "", bench_report.title(data).split(", ", 1)[1])
-        origins.add(f"{shape}; {data['device']}")
-        dates.add(data["date"][:10])
-        key = bench_report.direction(data), data["shape"]["d"], not data["shape"]["causal"]
-        if key in found:
-            raise ValueError(f"{file}: another file has the same pass, d and mask; keep one of the two")
-        found[key] = {(row["name"], row["N"]): row for row in data["results"]}
-    if len(origins) != 1:
-        raise ValueError(f"results/h200/ratios: measured on {' and on '.join(sorted(origins)) or 'nothing'}: "
-                         "measure all anew, on one device, with python bench.py --pass fwd,bwd --stages "
-                         "vectorized --peers efficient")
-    lines = [f"| pass | d | mask | {' | '.join(f'N={N}' for N in LONG)} |",
-             "|---|---:|---|" + "---:|" * len(LONG)]
+    rows, origin = ratio_rows("fp32")
+    lines = ratio_table(rows, "vectorized", "efficient", {("fp32", N): f"N={N}" for N in LONG})
     best: dict[str, float] = {}
-    for key in sorted(found, key=lambda key: (list(bench_report.PASSES).index(key[0]), *key[1:])):
-        direction, d, full = key
-        cells = []
-        for N in LONG:
-            ours, theirs = (found[key][name, N] for name in ("vectorized", "efficient"))
-            fits = ours["status"] == theirs["status"] == "ok"
-            cells.append(f"{theirs['median_ms'] / ours['median_ms']:.2f}×" if fits else "-")
-            best[direction] = max(best.get(direction, 0), ours["tflops"] or 0)
-        lines.append(f"| {bench_report.PASSES[direction]} | {d} | {'full' if full else 'causal'} | "
-                     f"{' | '.join(cells)} |")
+    for row in rows:
+        if row["name"] == "vectorized":
+            best[row["pass"]] = max(best.get(row["pass"], 0), row["tflops"] or 0)
     most = " and ".join(f"{bench_report.number(tflops)} TFLOP/s {bench_report.PASSES[direction]}"
                         for direction, tflops in best.items())
-    origin = (f"{origins.pop()}; {' and '.join(sorted(dates))}. The time of PyTorch's efficient backend "
-              "(3xTF32, on tensor cores) over that of vectorized, in the same run: above 1, vectorized is "
-              f"faster. Of these, its best are {most}.")
-    return "\n".join([*lines, "", origin])
+    return "\n".join([*lines, "", f"B=4 H=12 fp32; {origin}. The time of PyTorch's efficient backend "
+                      "(3xTF32, on tensor cores) over that of vectorized, in the same run: above 1, "
+                      f"vectorized is faster. Of these, its best are {most}."])
+
+
+def ratios16() -> str:
+    """The same of cp_async and PyTorch's FlashAttention-2, in 16 bits; empty before it is measured."""
+    rows, origin = ratio_rows(*SIXTEEN)
+    if not rows:
+        return ""
+    alone, grouped = ([row for row in rows if (row["H"] != row["H_kv"]) == group] for group in (False, True))
+    batches = dict(sorted({row["N"]: row["B"] for row in alone}.items()))
+    heads = dict(sorted({row["d"]: row["H"] for row in alone}.items()))
+    columns = {(dtype, N): f"{dtype} N={N}" for dtype in SIXTEEN for N in batches}
+    lines = ratio_table(alone, "cp_async", "flash", columns, tflops=True)
+    shape = (f"B={', '.join(map(str, batches.values()))} for N={', '.join(map(str, batches))}; "
+             f"H={', '.join(map(str, heads.values()))} for d={', '.join(map(str, heads))}")
+    more = ["", grouped_heads(grouped)] if grouped else []
+    return "\n".join([*lines, "", f"{shape}; {origin}, by `python results/ratios.py`. The time of PyTorch's "
+                      "FlashAttention-2 over that of cp_async, in the same run: above 1, cp_async is faster. "
+                      "In parentheses, cp_async's TFLOP/s.", *more])
+
+
+def grouped_heads(rows: list[dict]) -> str:
+    """A sentence on the shape whose query heads share key heads."""
+    labels = {"cp_async": "cp_async", "flash": "PyTorch's FlashAttention-2", "math": "its math backend"}
+    passes = []
+    for direction in dict.fromkeys(row["pass"] for row in rows):
+        times = (f"{labels[row['name']]} {bench_report.number(row['median_ms'])} ms"
+                 for row in rows if row["pass"] == direction)
+        passes.append(f"{bench_report.PASSES[direction]}, {', '.join(times)}")
+    shape = " ".join(f"{name}={rows[0][name]}" for name in ("B", "H", "H_kv", "N", "d"))
+    mask = "causal" if rows[0]["causal"] else "full"
+    return f"With grouped heads, {shape} {rows[0]['dtype']} {mask}: {'; '.join(passes)}."
 
 
 def long() -> str:
@@ -158,9 +212,10 @@ def traffic() -> str:
         factor = bench_report.number(most / bench_report.traffic(row))
         lines.append(f"| {row['label']} | {' | '.join(sizes)} | {factor} |")
     slower = [row["inspected_ms"] / row["median_ms"] for row in data["results"] if row["kind"] == "stage"]
-    origin = (f"{bench_report.title(data)}, N={N}, counted by `python bench.py` without a GPU. Counting "
-              f"takes {min(slower):.0f} to {max(slower):.0f} times as long as the same call in the simulator "
-              "without it.")
+    seqlens = ",".join(map(str, bench_report.lengths(data)))
+    origin = (f"{bench_report.title(data)}, N={N}, counted by `python bench.py --seqlens {seqlens}` without "
+              f"a GPU. Counting takes {min(slower):.0f} to {max(slower):.0f} times as long as the same call "
+              "in the simulator without it.")
     return "\n".join([*lines, "", origin])
 
 
@@ -175,6 +230,8 @@ def counts() -> str:
     same = True
     for row in data["kernels"]:
         ours, gpu = row["simulator"], row["gpu"]
+        if "ldmatrix requests" in gpu:      # in 16 bits
+            continue
         hbm = [what for what in ours if what.startswith("HBM")]
         same &= all(ours[what] == gpu[what] for what in hbm)
         sizes = (32 * ours["HBM read sectors"], 32 * gpu["HBM read sectors"],
@@ -191,13 +248,49 @@ def counts() -> str:
     return "\n".join([*lines, "", origin])
 
 
+def conflicts() -> str:
+    """Wavefronts of shared memory in mma and in swizzle, which differ in the swizzle alone: the simulator's,
+    and on an H200 the time for which shared memory is busy."""
+    data = json.loads((RESULTS / "h200" / "ncu_fwd.json").read_text())
+    B, H, N, d = (data["shape"][name] for name in "BHNd")
+    q, k, v = torch.randn(3, 1, 1, N, d, dtype=torch.bfloat16)
+    rows = {}
+    for stage in ("mma", "swizzle"):
+        with flash.inspect() as report:
+            flash.attention(q, k, v, causal=data["shape"]["causal"], stage=stage)
+        shared = [a for a in report.accesses if a.memory == "shared"]
+        loads = [a for a in shared if "ldmatrix" in a.place.text]
+        kernel = next(kernel for kernel in data["kernels"] if kernel["stage"] == stage)
+        what = {metric["what"]: metric["value"] for metric in kernel.values() if isinstance(metric, dict)}
+        rows[stage] = (sum(a.units for a in loads) / sum(a.requests for a in loads),
+                       B * H * sum(a.units for a in shared), what["of that, for shared memory"],
+                       what["time"] / 1e6)
+    header = ("stage", "wavefronts for an ldmatrix of four: simulator", "all of shared memory's: simulator",
+              "shared memory busy: H200", "of so many ms")
+    lines = [f"| {' | '.join(header)} |", "|---|" + "---:|" * 4]
+    lines += [f"| {stage} | {each:.0f} | {total:,} | {busy:.0f} % | {ms:.3f} |"
+              for stage, (each, total, busy, ms) in rows.items()]
+    simulated, measured = (mma / swizzle for mma, swizzle in zip(
+        *((total, busy * ms) for _, total, busy, ms in rows.values())))
+    shape = " ".join(f"{name}={data['shape'][name]}" for name in "BHNd")
+    return "\n".join([*lines, "", f"{shape} bf16 causal; {data['device']}, {data['date']}, by NVIDIA's "
+                      f"profiler (`results/ncu.py`). In mma, shared memory has {simulated:.2f} times as many "
+                      f"wavefronts as in swizzle by the simulator, and is busy {measured:.2f} times as long "
+                      "on the GPU."])
+
+
 def updated(text: str) -> str:
-    """README's text with its parts between <!-- name --> and <!-- end of name --> made anew."""
+    """README's text with its parts between <!-- name --> and <!-- end of name --> made anew. What is not
+    measured yet needs no place."""
     for name, make in {"ladder": ladder, "results": results, "backward": backward, "ratios": ratios,
-                       "long": long, "finding": finding, "traffic": traffic, "counts": counts}.items():
+                       "long": long, "results16": results16, "backward16": backward16, "ratios16": ratios16,
+                       "finding": finding, "traffic": traffic, "counts": counts,
+                       "conflicts": conflicts}.items():
+        if not (made := make()):
+            continue
         part = re.compile(rf"(<!-- {name} -->\n).*?(<!-- end of {name} -->)", re.S)
         assert part.search(text), f"README.md has no place for {name}"
-        text = part.sub(lambda m, make=make: m[1] + make() + "\n" + m[2], text)
+        text = part.sub(lambda m, made=made: m[1] + made + "\n" + m[2], text)
     return text
 
 

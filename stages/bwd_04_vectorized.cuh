@@ -39,8 +39,8 @@
 // Changed from recompute: as from flash2 to the forward stage: how tiles are loaded, held and multiplied. The
 // steps and their names stay. The blocks that most rows see start first.
 //
-// Bound by how fast registers reach the multipliers, it seems, like the forward stage: these are busy 62 % of
-// the time, issue slots 72 %, shared memory 50 %, HBM 4 % (H200, B4 H12 N1024 d64 causal).
+// Bound by how fast registers reach the multipliers, it seems, like the forward stage: these are busy 63 % of
+// the time, issue slots 73 %, shared memory 50 %, HBM 4 % (H200, B4 H12 N1024 d64 causal).
 #pragma once
 #include "common/launch.cuh"
 #include "common/rowsum.cuh"

@@ -47,6 +47,9 @@
 // to 0, added to Tc times, and read once (of 8 copies, hbm counts one); then dQ is written.
 //
 // Changed from vectorized: the products, and which thread has what. The steps and their names stay.
+//
+// Bound by waiting, for the tiles of Q and dO and at three barriers: tensor cores busy 22 % of the time,
+// shared memory 31 %, issue slots 25 % (H200, bf16, B4 H12 N1024 d64 causal).
 #pragma once
 #include "common/launch.cuh"
 #include "common/mma.cuh"

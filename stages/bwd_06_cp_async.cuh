@@ -36,13 +36,18 @@
 // Besides, dK and dV leave by way of shared memory (where K and V were), 16 bytes at a time. Causal: the
 // blocks with most rows still come first, but of 16 heads at a time.
 //
-// Asked to be deterministic, it does as mma does: 8 copies of dQ_sum, and a launch for 8 tiles of keys.
+// Asked to be deterministic, it does as mma does: 8 copies of dQ_sum, and a launch for 8 tiles of keys. That
+// takes 1.1 to 1.4 times as long (H200, bf16, B4 N4096; d64 H12, d128 H16 causal).
 //
 // HBM traffic without caches (hbm, above, where L and D are only roughly in it): as in mma, but K and V once
 // for each query head; and if H > H_kv, dK and dV of each written and read as floats.
 //
 // Changed from mma: where the copies, the barriers and dQ are; what is before and after the kernel. The
 // products stay. The file is long for what is around them: three small kernels and the launches.
+//
+// Bound by the latency of its own instructions, as registers leave room for 8 warps, and still by barriers:
+// tensor cores busy 39 % of the time, shared memory 48 %, issue slots 35 % (H200, bf16, B4 H12 N1024 d64
+// causal).
 #pragma once
 #include "common/launch.cuh"
 #include "common/mma.cuh"
@@ -209,7 +214,7 @@ __global__ void __launch_bounds__(threads) cp_async_kernel(BwdParams p, Sums sum
     #pragma unroll
     for (int part = 0; part < dQ_parts; part += 4) {
       float dQ_reg[2][8][4] = {};
-      #pragma unroll 2
+      #pragma unroll
       for (int k = 0; k < Bc / 16; k++) {
         uint32_t dS_reg[2][4];
         #pragma unroll

@@ -2,7 +2,8 @@
 // idea:    float4, 8 x 8 numbers of S a thread, operands transposed: near what fp32 multipliers give
 // types:   fp32
 // needs:   any GPU
-// tiles:   Br=128 Bc=64; d > 64: Br=128 Bc=32; rows < 65536: Br=64 Bc=64; d > 128: Br=64 Bc=32
+// tiles:   Br=128 Bc=64; d > 64: Br=128 Bc=32; rows < 65536: Br=64 Bc=64; d > 128: Br=64 Bc=32;
+//          32768 <= rows < 65536 and d == 64 and not causal: Br=128 Bc=32
 // limits:  Br in (32, 64, 128); Bc in (32, 64)
 // shared:  4 * (Br * d + Bc * (d + (d + 31) // 32 * 32) + Br * Bc)
 // hbm:     4 * B * H * (2 * Tr * N_k * d + N_q * (2 * d + 1))
@@ -32,6 +33,8 @@
 //     row sees are not computed; and the tiles of Q that see most keys start first.
 //   - With registers to spare (`ahead`), the next tile of K is on its way while the multiplications run.
 //   - Small calls get smaller tiles (`tiles`; rows is B * H * N_q): or else too few blocks for the GPU.
+//     Between small and large, without a mask, Br = 128 and Bc = 32: three blocks fit on a multiprocessor,
+//     and an H200 can start them all at once.
 //
 // HBM traffic without caches (hbm, above): as in flash2; half as much of K and V where Br is twice flash2's.
 //
@@ -52,10 +55,11 @@ constexpr int cols = Bc / 8;                         // columns of S per thread
 constexpr int dims = (d + 31) / 32 * 4;              // columns of O per thread
 constexpr int width = 8 * dims;                      // d, rounded up
 constexpr int warps = Br / (4 * rows), threads = 32 * warps;
-constexpr int resident = rows == 8 || d > 64 ? 256 : 384;   // threads that a multiprocessor has registers for
+constexpr bool lean = rows == 4 ? d <= 64 : d == 64 && Bc == 32 && !CAUSAL;    // will 168 registers do?
+constexpr int resident = lean ? 384 : 256;           // threads that a multiprocessor has registers for
 constexpr int blocks = resident > threads ? resident / threads : 1;
 constexpr bool ahead = d <= 64;                      // are there registers left for the next tile of K?
-constexpr int unroll_S = rows == 4 && d > 64 ? 2 : 1, unroll_P = rows == 4 && d <= 64 ? 2 : 1;   // measured
+constexpr int unroll_S = (rows == 4) != lean ? 2 : 1, unroll_P = rows == 4 && d <= 64 ? 2 : 1;     // measured
 
 // What a thread carries of a tile of K or V, from HBM to shared memory
 constexpr int pieces = Bc * width / 4 / threads;

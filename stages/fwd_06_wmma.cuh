@@ -53,6 +53,9 @@
 //
 // Changed from flash2: the types, both products, and with them where S, P and O live and who works on a row;
 // load_tile. (And a thread may have all the registers it wants: shared memory is the limit to the blocks.)
+//
+// Bound by shared memory, which S, P and O go through: busy 60 % of the time, the tensor cores 13 % (H200,
+// bf16, B4 H12 N1024 d64 causal).
 #pragma once
 #include <mma.h>
 

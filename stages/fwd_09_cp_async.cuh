@@ -2,9 +2,10 @@
 // idea:    asynchronous copies, double buffering, exp2 with the scale folded in, masked tiles split off
 // types:   fp16, bf16
 // needs:   sm_80
-// tiles:   Br=128 Bc=64; d > 128: Br=64 Bc=32
+// tiles:   Br=128 Bc=128; d > 64: Br=128 Bc=64;
+//          rows < 65536 and d <= 64 or rows < 32768 and causal: Br=64 Bc=64; d > 128: Br=64 Bc=80
 // limits:  Br % 16 == 0; Br <= 256; Bc % 16 == 0; Bc <= 128
-// shared:  2 * (Br + 4 * Bc) * ((d + 63) // 64 * 64) + 16 * Br
+// shared:  2 * (Br + (4 if d <= 128 else 2) * Bc) * ((d + 63) // 64 * 64) + 16 * Br
 // hbm:     4 * B * H * (Tr * N_k * d + N_q * (d + 1))
 //
 // The algorithm and the fragments are those of swizzle. What changes is that the tensor cores wait less.
@@ -22,10 +23,13 @@
 //   - The mask is in a loop of its own, over the last tiles, which it cuts or which reach past the last key;
 //     the loop before has neither comparisons nor a test for rows without a key.
 //   - Br = 128 for d <= 128, so 32 rows a warp: each fragment of K and V serves two strips, which halves what
-//     ldmatrix has to bring of them.
+//     ldmatrix has to bring of them. (Small calls get Br = 64: more blocks.)
+//   - For d > 128 a warp has registers for 16 rows only. A second block on the multiprocessor helps, whose
+//     products run while this one makes exponentials; but then shared memory has room for one tile each of K
+//     and V: V_j comes during S, K_j+1 after it, and a tile takes a second barrier.
 //   - ldmatrix's addresses are computed once: in the loops a few of their bits change (`beside`).
 //   - O leaves through the warp's own rows of Q_smem, so that rows go to HBM in pieces of 16 bytes.
-//   - In each head the last tiles of Q come first: under a causal mask they see most keys.
+//   - Causal: the last tiles of Q of all heads come first, as they see most keys.
 //   - l waits in shared memory, as it is needed only once a tile: for d = 128, O and S alone are 192 of the
 //     255 registers that a thread may have, and the compiler would find none for it.
 //
@@ -33,6 +37,10 @@
 // twice that of swizzle, half as much of K and V.
 //
 // Changed from swizzle: the loads, the order of a tile's steps, the exponent, the epilogue.
+//
+// Bound by shared memory and by the latency of its own instructions, one after the other: tensor cores busy
+// 39 % of the time, shared memory 61 %, issue slots 48 % (H200, bf16, B4 H12 N1024 d64 causal). Larger calls,
+// with 32 rows a warp, read half as much from shared memory.
 #pragma once
 #include "common/launch.cuh"
 #include "common/mma.cuh"
@@ -45,6 +53,8 @@ constexpr int pitch = (d + 63) / 64 * 64;          // from a row of a tile in sh
 constexpr int rows = Br % 128 == 0 && d <= 128 ? 32 : 16;    // rows of a tile per warp,
 constexpr int strips = rows / 16;                  // in strips of 16
 constexpr int warps = Br / rows, threads = 32 * warps;
+constexpr int blocks = Br > 64 ? 1 : d <= 64 ? 4 : 2;        // on a multiprocessor, at least
+constexpr int buffers = d <= 128 ? 2 : 1;          // tiles each of K and V in shared memory
 // Registers for a lane's part of O, S and Q: is there room for all three? Else Q is read anew for each tile.
 constexpr bool Q_in_registers = strips * (width / 2 + Bc / 2 + width / 4) <= 192;
 
@@ -77,9 +87,8 @@ __device__ __forceinline__ void copy_tile(ELEMENT* tile, const ELEMENT* matrix, 
 }
 
 // One block per tile of Q. The numbers are the lines of Algorithm 1.
-__global__ void __launch_bounds__(threads) cp_async_kernel(FwdParams p) {
-  const int Tr = ceil_div(p.N_q, Br);                                    // 1, 2
-  const int i = Tr - 1 - blockIdx.x % Tr, bh = blockIdx.x / Tr;          // 3; causal: the last sees most keys
+__global__ void __launch_bounds__(threads, blocks) cp_async_kernel(FwdParams p) {
+  const int i = gridDim.y - 1 - blockIdx.y, bh = blockIdx.x;    // 1, 2, 3; causal: the last sees most keys
   const int b = bh / p.H, h = bh % p.H, h_kv = h / (p.H / p.H_kv);
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const int group = lane / 4, pair = lane % 4 * 2;   // this lane's place in D: rows group and group + 8
@@ -89,8 +98,8 @@ __global__ void __launch_bounds__(threads) cp_async_kernel(FwdParams p) {
 
   extern __shared__ __align__(128) ELEMENT smem[];
   ELEMENT* Q_smem = smem;                       // Br x d, rows `pitch` apart
-  ELEMENT* K_smem = Q_smem + Br * pitch;        // Bc x d, the same, twice: K_j is the (j % 2)-th
-  ELEMENT* V_smem = K_smem + 2 * Bc * pitch;    // the same
+  ELEMENT* K_smem = Q_smem + Br * pitch;        // Bc x d, the same, `buffers` times: K_j is the (j % 2)-th
+  ELEMENT* V_smem = K_smem + buffers * Bc * pitch;     // the same
 
   // causal: row q sees q + 1 + diagonal keys, and the tile's last row is (i + 1) * Br - 1
   const int keys = CAUSAL ? min(p.N_k, (i + 1) * Br + p.diagonal) : p.N_k;
@@ -99,7 +108,7 @@ __global__ void __launch_bounds__(threads) cp_async_kernel(FwdParams p) {
 
   copy_tile(Q_smem, p.Q.head(b, h), p.Q.stride_n, i * Br, Br, p.N_q);               // 4
   copy_tile(K_smem, K, p.K.stride_n, 0, Bc, p.N_k);                                 // 7
-  copy_tile(V_smem, V, p.V.stride_n, 0, Bc, p.N_k);
+  if (buffers == 2) copy_tile(V_smem, V, p.V.stride_n, 0, Bc, p.N_k);
   cp_async_commit();
   cp_async_wait<0>();
   __syncthreads();
@@ -126,7 +135,7 @@ __global__ void __launch_bounds__(threads) cp_async_kernel(FwdParams p) {
     if (Q_in_registers) load_Q(k);
 
   float O_reg[strips][width / 8][4] = {}, m[strips][2];                  // 5
-  float* l_smem = reinterpret_cast<float*>(V_smem + 2 * Bc * pitch) + threadIdx.x;   // next: `threads` on
+  float* l_smem = reinterpret_cast<float*>(V_smem + buffers * Bc * pitch) + threadIdx.x;  // next: + threads
   #pragma unroll
   for (int s = 0; s < strips; s++) {
     for (int r = 0; r < 2; r++) {
@@ -134,7 +143,6 @@ __global__ void __launch_bounds__(threads) cp_async_kernel(FwdParams p) {
       l_smem[(2 * s + r) * threads] = 0.f;
     }
   }
-  const float scale = fmaxf(fabsf(p.scale) * LOG2_E, 1.2e-38f);          // not 0: 0 times -inf is NaN
 
   int j = 0;
   #pragma unroll                                // two loops over j: tiles without and with a mask
@@ -142,7 +150,12 @@ __global__ void __launch_bounds__(threads) cp_async_kernel(FwdParams p) {
     for (; j < (masked ? Tc : whole); j++) {                             // 6
       cp_async_wait<0>();
       __syncthreads();                          // K_j and V_j are there; and all are done with V_j-1
-      const uint32_t K_j = K_at + j % 2 * (2 * Bc * pitch), V_j = V_at + j % 2 * (2 * Bc * pitch);
+      const int here = j % buffers * Bc * pitch, next = (j + 1) % buffers * Bc * pitch;
+      const uint32_t K_j = K_at + 2 * here, V_j = V_at + 2 * here;
+      if (buffers == 1) {                       // V_j is not
+        copy_tile(V_smem, V, p.V.stride_n, j * Bc, Bc, p.N_k);
+        cp_async_commit();
+      }
 
       float S_reg[strips][Bc / 8][4] = {};                               // 8: S_ij = Q_i K_j^T
       #pragma unroll
@@ -158,13 +171,17 @@ __global__ void __launch_bounds__(threads) cp_async_kernel(FwdParams p) {
         }
       }
 
-      if (j + 1 < Tc) {                         // into the room of K_j-1 and V_j-1
-        const int next = (j + 1) % 2 * Bc * pitch;
+      if (buffers == 1) {
+        cp_async_wait<0>();
+        __syncthreads();                        // now it is; and all are done with K_j
+      }
+      if ((j + 1) * Bc < keys) {                // into the room of K_j-1 and V_j-1, or of K_j
         copy_tile(K_smem + next, K, p.K.stride_n, (j + 1) * Bc, Bc, p.N_k);         // 7
-        copy_tile(V_smem + next, V, p.V.stride_n, (j + 1) * Bc, Bc, p.N_k);
+        if (buffers == 2) copy_tile(V_smem + next, V, p.V.stride_n, (j + 1) * Bc, Bc, p.N_k);
         cp_async_commit();
       }
 
+      const float scale = fmaxf(fabsf(p.scale) * LOG2_E, 1.2e-38f);      // not 0: 0 times -inf is NaN
       #pragma unroll
       for (int s = 0; s < strips; s++) {                                 // 9
         #pragma unroll
@@ -259,8 +276,9 @@ __global__ void __launch_bounds__(threads) cp_async_kernel(FwdParams p) {
 size_t workspace_bytes(const FwdParams&) { return 0; }
 
 cudaError_t launch(const FwdParams& p, cudaStream_t stream) {
-  const size_t bytes = sizeof(ELEMENT) * (Br + 4 * Bc) * pitch + sizeof(float) * 4 * Br;
+  const size_t bytes = sizeof(ELEMENT) * (Br + 2 * buffers * Bc) * pitch + sizeof(float) * 4 * Br;
   allow_shared_memory(cp_async_kernel, bytes);
-  cp_async_kernel<<<p.B * p.H * ceil_div(p.N_q, Br), threads, bytes, stream>>>(p);
+  const dim3 grid(p.B * p.H, ceil_div(p.N_q, Br));      // blocks start row by row of it: x counts fastest
+  cp_async_kernel<<<grid, threads, bytes, stream>>>(p);
   return cudaGetLastError();
 }

@@ -4,6 +4,7 @@ import dataclasses
 import json
 import math
 import re
+import sys
 
 import pytest
 import torch
@@ -11,6 +12,9 @@ import torch
 import bench
 import bench_report
 import flash
+
+sys.path.insert(0, str(flash.ROOT / "results"))
+import ratios  # noqa: E402
 
 COLUMNS = ["stage", "time (ms)", "TFLOP/s", "% of ceiling", "x naive", "scratch memory", "max error"]
 TINY = ["--batch", "1", "--heads", "1", "--head-dim", "16"]
@@ -205,6 +209,26 @@ def test_formulas_of_the_paper():
     assert bench_report.paper_bytes(shape, 128) == 24 * (8192 + 16384)
     assert bench_report.paper_bytes(shape, 128, 4096) == 24 * 16384
     assert bench_report.paper_bytes(shape, 512, 16384) == 24 * 65536
+
+
+def test_plot_of_traffic(tmp_path, monkeypatch):
+    """Against N, both logarithmic: what was counted, and dashed the formulas of Theorem 2."""
+    data = json.loads((flash.ROOT / "results" / "cpu" / "bench_fwd.json").read_text())
+    data["results"] = [row for row in data["results"] if row["kind"] == "stage"]
+    figures, Ns, d, heads = [], bench_report.lengths(data), data["shape"]["d"], data["shape"]["H"]
+    assert len(Ns) > 1 and (data["shape"]["B"], data["shape"]["dtype"]) == (1, "fp32")
+    monkeypatch.setattr(bench_report.plt, "close", figures.append)
+    bench_report.plot_traffic(data, tmp_path / "hbm.png")
+    (figure,) = figures
+    (axes,) = figure.axes
+    assert (axes.get_xscale(), axes.get_yscale()) == ("log", "log")
+    drawn = {style: [(list(line.get_xdata()), list(line.get_ydata())) for line in axes.lines
+                     if line.get_linestyle() == style and len(line.get_xdata())] for style in ("-", "--")}
+    M = data["results"][-1]["shared_bytes"] // 4
+    assert drawn["--"] == [(Ns, [4 * heads * (N * d + N * N) for N in Ns]),
+                           (Ns, [4 * heads * N * N * d * d / M for N in Ns])]
+    names = dict.fromkeys(row["name"] for row in data["results"])
+    assert drawn["-"] == [(Ns, [bench_report.traffic(row) for row in rows(data, name)]) for name in names]
 
 
 @pytest.mark.usefixtures("no_plots")
@@ -688,3 +712,61 @@ def test_inspect_a_backward_stage_of_your_own(tmp_path):
     status, data, _ = inspect(tmp_path, mine, "--pass", "bwd", "--seqlens", "128")
     assert status == 1 and "race" in {finding["what"] for finding in data["findings"]}
     assert data["stage"] == "mine"
+
+
+# ---------------------------------------------------------------------------------------- results/ratios.py
+def test_shapes_of_ratios(tmp_path):
+    """Each once, and bench.py takes its arguments."""
+    all_of_them = list(ratios.shapes(list(flash.DTYPES)))
+    assert len(all_of_them) == len(set(all_of_them)) == 2 * (2 * 2 * 3) + 2 * 2 * (3 * 2 * 3) + 2
+    for shape in all_of_them:
+        args = shape.arguments(tmp_path)
+        (stage,), (N,) = args.stages, args.seqlens
+        assert (args.direction, args.dtype, args.causal, N) == (
+            shape.direction, shape.dtype, shape.causal, shape.N)
+        assert args.batch * N == 16384 and args.H * args.head_dim == 2048 or shape.heads in ("12", "8:1")
+        assert stage.name == ("vectorized" if shape.dtype == "fp32" else "cp_async")
+        assert args.peers == shape.peers.split(",")
+    heads = {(s.heads, s.d, s.peers) for s in all_of_them if s.dtype == "bf16"}
+    assert heads == {("32", 64, "flash"), ("16", 128, "flash"), ("8", 256, "flash"),
+                     ("8:1", 256, "flash,math")}
+
+
+def test_ratios_are_measured_and_kept(tmp_path, monkeypatch):
+    """A row for the stage and the peer of each shape. Those of other types stay, on the same device."""
+    file, cases = tmp_path / "ratios.json", {}
+    for direction, dtype in (("fwd", "bf16"), ("bwd", "bf16"), ("fwd", "fp16")):
+        shape = ratios.Shape(direction, dtype, 16, True, 1, "2:1", 32, "cp_async", "math")
+        cases[shape] = shape.arguments(tmp_path)
+    built = []
+    build = flash.build
+    monkeypatch.setattr(flash, "build", lambda *call: built.append(build(*call)))
+    ratios.build_all(list(cases.values()), ratios.Progress())
+    monkeypatch.setattr(flash, "build", lambda *call: built.append(build(*call)) or built[-1])
+    before = set(built)
+    data = bench.origin(next(iter(cases.values()))) | {"date": {"bf16": "2030-01-02", "fp16": "2030-01-03"}}
+    ratios.run(cases, data | {"rows": []}, file)
+    assert set(built) == before and len(before) == 3  # what is built ahead is what is run
+    data = json.loads(file.read_text())
+    assert [(row["pass"], row["dtype"], row["name"]) for row in data["rows"]] == [
+        (s.direction, s.dtype, name) for s in cases for name in ("cp_async", "math")]
+    assert all(row["status"] == "ok" and row["error"] <= row["allowed_error"] and row["median_ms"] > 0
+               and (row["H"], row["H_kv"], row["N"]) == (2, 1, 32) for row in data["rows"])
+    left = ratios.kept(file, ["bf16", "fp32"], data)
+    assert left["date"] == {"fp16": "2030-01-03"} and left["rows"] == data["rows"][4:]
+    assert ratios.kept(file, list(flash.DTYPES), {})["rows"] == []
+    assert ratios.kept(tmp_path / "none.json", ["bf16"], {})["rows"] == []
+    with pytest.raises(SystemExit, match="has rows of fp16, measured on CPU, in the simulator"):
+        ratios.kept(file, ["bf16"], data | {"device": "another"})
+
+
+def test_ratios_need_a_gpu(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(SystemExit, match="needs a GPU"):
+        ratios.main([str(tmp_path)])
+    for wrong, why in (([str(tmp_path / "none")], "there is no folder"),
+                       ([str(tmp_path), "--dtypes", "fp8"], "no fp8; there are fp32")):
+        with pytest.raises(SystemExit):
+            ratios.main(wrong)
+        assert why in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())

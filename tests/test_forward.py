@@ -85,16 +85,17 @@ def test_grid(stage, case, device):
     assert (o[unseen] == 0).all() and (lse[unseen] == -torch.inf).all()
 
 
-LARGE_CALLS = [(s.name, case) for s in flash.stages("fwd") for case in GRID
-               if s.default_tiles(case[5]) != s.default_tiles(case[5], rows=1)]
+LARGE_CALLS = [(s.name, case, *tiles.values()) for s in flash.stages("fwd") for case in GRID
+               for rows in (1 << 15, 1 << 20) for tiles in [s.default_tiles(case[5], rows, bool(case[6]))]
+               if tiles != s.default_tiles(case[5], 1, bool(case[6]))]
 
 
-@pytest.mark.parametrize("stage, case", LARGE_CALLS, ids=str)
-def test_grid_with_the_tiles_of_large_calls(stage, case, device):
+@pytest.mark.parametrize("stage, case, Br, Bc", dict.fromkeys(LARGE_CALLS), ids=str)
+def test_grid_with_the_tiles_of_large_calls(stage, case, Br, Bc, device):
     """Where these differ from the tiles of calls as small as those of the grid."""
     *shape, mask = case
     q, k, v = random_for(stage, *shape, device)
-    o, lse, diagonal = run(stage, q, k, v, mask, **BY_NAME[stage].default_tiles(shape[5]))
+    o, lse, diagonal = run(stage, q, k, v, mask, Br=Br, Bc=Bc)
     check(o, lse, q, k, v, diagonal)
 
 

@@ -7,11 +7,14 @@ import sys
 
 import pytest
 import test_nvcc
+import torch
 
 import flash
 
 sys.path.insert(0, str(flash.ROOT / "results"))
+import counts  # noqa: E402
 import ncu  # noqa: E402
+import ratios  # noqa: E402
 import readme  # noqa: E402
 
 README = flash.ROOT / "README.md"
@@ -76,47 +79,105 @@ def test_backward_results(results):
     assert text.endswith("(results/h200/bench_bwd_time.png)")
 
 
-def test_ratios(tmp_path, results):
-    """PyTorch's time over vectorized's; rows by pass, d and mask, whatever the files are called."""
-    folder = tmp_path / "h200" / "ratios"
-    folder.mkdir()
-    with pytest.raises(ValueError, match="ratios: measured on nothing: measure all anew"):
-        readme.ratios()
+def ratio_row(direction, dtype, d, causal, N, name, ms, **others):
+    """A row as ratios.py writes it."""
+    return {"pass": direction, "dtype": dtype, "d": d, "causal": causal, "B": 4, "H": 12, "H_kv": 12, "N": N,
+            "name": name, "status": "ok", "median_ms": ms, "tflops": 2.0} | others
 
-    def write(name, direction, d, causal, ratio, tflops=2.0, device="a GPU", status="ok"):
-        data = result(direction, device)
-        data["shape"] |= {"d": d, "causal": causal}
-        row = data["results"][0] | {"name": "vectorized", "tflops": tflops}
-        data["results"] = [row | {"N": N, "kind": kind, "name": name, "median_ms": ms}
-                           for N in (512, 1024, 2048, 4096)
-                           for kind, name, ms in (("peer", "efficient", 3.0 * ratio * N / 1024),
-                                                  ("stage", "vectorized", 3.0))]
-        data["results"][-2] |= {"status": status, "median_ms": None if status != "ok" else 12.0 * ratio}
-        (folder / name).write_text(json.dumps(data))
 
-    write("a.json", "bwd", 64, True, 0.5, status="out of memory")
-    write("b.json", "fwd", 128, False, 1.0)
-    write("c.json", "fwd", 128, True, 1.25, tflops=17.3)
-    write("d.json", "fwd", 64, False, 1.5)
-    lines = readme.ratios().splitlines()
-    assert lines[:2] == ["| pass | d | mask | N=1024 | N=2048 | N=4096 |", "|---|---:|---|---:|---:|---:|"]
-    assert lines[2:6] == ["| forward | 64 | full | 1.50× | 3.00× | 6.00× |",
-                          "| forward | 128 | causal | 1.25× | 2.50× | 5.00× |",
-                          "| forward | 128 | full | 1.00× | 2.00× | 4.00× |",
-                          "| backward | 64 | causal | 0.50× | 1.00× | - |"]
-    assert lines[6] == "" and lines[7].startswith("B=4 H=12 fp32; a GPU; 2030-01-02. The time of PyTorch's")
-    assert lines[7].endswith("best are 17.3 TFLOP/s forward and 2.00 TFLOP/s backward.") and len(lines) == 8
-    write("e.json", "fwd", 64, False, 1.5)
-    with pytest.raises(ValueError, match="another file has the same pass, d and mask"):
-        readme.ratios()
-    write("e.json", "bwd", 64, False, 1.5, device="another")
-    with pytest.raises(ValueError, match="fp32; a GPU and on B=4 H=12 fp32; another: measure all anew"):
-        readme.ratios()
+def write_ratios(*rows):
+    ratios.write({"date": {"fp32": "2030-01-02", "bf16": "2030-01-03", "fp16": "2030-01-03"},
+                  "device": "a GPU", "rows": list(rows)}, readme.RESULTS / "h200" / "ratios.json")
+
+
+def test_ratios(results):
+    """PyTorch's time over vectorized's; a dash where one of the two has none."""
+    rows = []
+    for direction, causal, ratio in [("fwd", True, 1.25), ("fwd", False, 1.0), ("bwd", True, 0.5)]:
+        for N in (1024, 2048, 4096):
+            rows += [ratio_row(direction, "fp32", 128, causal, N, "vectorized", 3.0),
+                     ratio_row(direction, "fp32", 128, causal, N, "efficient", 3.0 * ratio * N / 1024)]
+    rows[0]["tflops"] = 17.3
+    rows[-1] |= {"status": "out of memory", "median_ms": None}
+    write_ratios(*rows, ratio_row("bwd", "bf16", 256, True, 1024, "cp_async", 1.0))
+    assert readme.ratios().splitlines() == [
+        "| pass | d | mask | N=1024 | N=2048 | N=4096 |", "|---|---:|---|---:|---:|---:|",
+        "| forward | 128 | causal | 1.25× | 2.50× | 5.00× |",
+        "| forward | 128 | full | 1.00× | 2.00× | 4.00× |",
+        "| backward | 128 | causal | 0.50× | 1.00× | - |", "",
+        "B=4 H=12 fp32; a GPU; 2030-01-02. The time of PyTorch's efficient backend (3xTF32, on tensor cores) "
+        "over that of vectorized, in the same run: above 1, vectorized is faster. Of these, its best are "
+        "17.3 TFLOP/s forward and 2.00 TFLOP/s backward."]
+
+
+def test_ratios_in_16_bits(results):
+    """Beside FlashAttention-2, with TFLOP/s; fp16's columns are empty here, and grouped heads a sentence."""
+    rows = [ratio_row("fwd", "fp32", 64, True, 2048, "vectorized", 1.0)]
+    write_ratios(*rows)
+    assert readme.ratios16() == ""
+    for d, H in ((64, 32), (128, 16)):
+        for N, B in ((2048, 8), (16384, 1)):
+            rows += [ratio_row("fwd", "bf16", d, True, N, "cp_async", 2.0, B=B, H=H, H_kv=H, tflops=334.6),
+                     ratio_row("fwd", "bf16", d, True, N, "flash", 2.16, B=B, H=H, H_kv=H)]
+    rows += [ratio_row(direction, "bf16", 256, True, 1024, name, ms, B=2, H=8, H_kv=1)
+             for direction in ("fwd", "bwd") for name, ms in [("cp_async", 0.1), ("flash", 0.2), ("math", 3)]]
+    write_ratios(*rows)
+    lines = readme.ratios16().splitlines()
+    assert lines[:4] == [
+        "| pass | d | mask | bf16 N=2048 | bf16 N=16384 | fp16 N=2048 | fp16 N=16384 |",
+        "|---|---:|---|---:|---:|---:|---:|",
+        "| forward | 64 | causal | 1.08× (335) | 1.08× (335) | - | - |",
+        "| forward | 128 | causal | 1.08× (335) | 1.08× (335) | - | - |"]
+    assert lines[5].startswith("B=8, 1 for N=2048, 16384; H=32, 16 for d=64, 128; a GPU; 2030-01-03, by")
+    assert lines[7:] == ["With grouped heads, B=2 H=8 H_kv=1 N=1024 d=256 bf16 causal: forward, cp_async "
+                         "0.100 ms, PyTorch's FlashAttention-2 0.200 ms, its math backend 3.00 ms; backward, "
+                         "cp_async 0.100 ms, PyTorch's FlashAttention-2 0.200 ms, its math backend 3.00 ms."]
+
+
+def test_results_in_16_bits(tmp_path, results):
+    assert readme.results16() == readme.backward16() == ""
+    results(result("bwd"))
+    (tmp_path / "h200" / "bf16").mkdir()
+    (tmp_path / "h200" / "bench_bwd.json").rename(tmp_path / "h200" / "bf16" / "bench_bwd.json")
+    text = readme.backward16()
+    assert readme.results16() == "" and "`python bench.py --pass bwd --dtype bf16`" in text
+    assert text.endswith("(results/h200/bf16/bench_bwd_time.png)")
+
+
+def test_bank_conflicts():
+    """Those of mma: each of an ldmatrix's four matrices has its eight rows in the same banks."""
+    lines = readme.conflicts().splitlines()
+    assert [line.split(" | ")[1] for line in lines[2:4]] == ["32", "4"]
+    assert lines[5].startswith("B=4 H=12 N=1024 d=64 bf16 causal; NVIDIA H200")
+
+
+def test_simulated_counts_of_matrices():
+    """ldmatrix and cp.async have names of their own, and are not among the plain loads."""
+    q, k, v = torch.randn(3, 1, 1, 64, 64, dtype=torch.bfloat16)
+    with flash.inspect() as report:
+        flash.attention(q, k, v, stage="cp_async", Br=64, Bc=64)
+    found = counts.simulated(report, "cp_async_kernel")
+    assert set(found) - set(counts.METRICS.values()) == set(counts.MATRIX.values())
+    assert found["ldmatrix wavefronts"] == 4 * found["ldmatrix requests"] > 0
+    assert found["cp.async sectors"] == 3 * 64 * 64 * 2 / 32 and found["HBM read requests"] == 0
+    assert found["cp.async requests"] == 3 * 64 * 64 * 2 / 16 / 32
+
+
+def test_calls_that_are_profiled(monkeypatch):
+    """Each stage in its own type, for each pass, as the profiler would run it: here in the simulator."""
+    monkeypatch.setattr(torch.cuda.profiler, "start", lambda: None)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    for stage in flash.stages():
+        if stage.name in ("vectorized", "mma"):
+            command = ["-c", stage.name, ncu.own_type(stage), "True", "1", "1", "16", "16"]
+            monkeypatch.setattr(sys, "argv", command)
+            exec(ncu.ONE_CALL[stage.direction].replace('device="cuda"', 'device="cpu"'), {})
 
 
 def test_empty_parts_are_filled(monkeypatch):
     """As those that have a text are."""
-    names = ("ladder", "results", "backward", "ratios", "long", "finding", "traffic", "counts")
+    names = ("ladder", "results", "backward", "ratios", "long", "results16", "backward16", "ratios16",
+             "finding", "traffic", "counts", "conflicts")
     for name in names:
         monkeypatch.setattr(readme, name, lambda name=name: f"made: {name}")
     marks = [(f"<!-- {name} -->\n", f"<!-- end of {name} -->\n") for name in names]
@@ -125,6 +186,9 @@ def test_empty_parts_are_filled(monkeypatch):
     assert readme.updated(text) == made == readme.updated(made)
     with pytest.raises(AssertionError, match="no place for ratios"):
         readme.updated(text.replace("<!-- ratios -->", ""))
+    monkeypatch.setattr(readme, "ratios", lambda: "")  # not measured yet: it needs no place
+    assert readme.updated(text.replace("<!-- ratios -->\n", "")) == made.replace(
+        "<!-- ratios -->\nmade: ratios\n", "")
 
 
 def test_launches(tmp_path, monkeypatch):
