@@ -9,8 +9,9 @@
     python bench.py --sweep flash2 --seqlens 4096      # one stage with all tile sizes that fit
 
 A stage is checked before it is timed, against attention in float64. Its largest error in O may be twice that
-of plain PyTorch, with products in the same type, plus 1e-6; in dQ, dK and dV three times, plus 1e-6 of the
-gradient's largest element, or of 1. Without a GPU it also runs once under flash.inspect(), which counts its
+of plain PyTorch, plus 1e-6; in dQ, dK and dV three times, plus 1e-6 of the gradient's largest element, or
+of 1. (Plain: what goes into a product and comes out of it is of the type. The math backend, in the table,
+computes 16-bit types in fp32.) Without a GPU a stage also runs once under flash.inspect(), which counts its
 HBM traffic and finds data races and other mistakes.
 
 bwd: the gradients alone are timed, for a random dO. O and L are made before, by the best forward stage.

@@ -152,7 +152,7 @@ def _attention(q, k, v, diagonal: int | None, scale: float | None, stage, backwa
     gradients = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
     if gradients or backward is not None or backward_tiles:
         backward, backward_tiles = _choose(backward, q, "bwd", deterministic, diagonal is not None,
-                                             **backward_tiles)
+                                           **backward_tiles)
     if not gradients:
         return _forward(q, k, v, diagonal, scale, stage, tiles)
     return torch.ops.flash.forward(

@@ -47,9 +47,9 @@ class Available:
 class Stage:
     """One rung of a ladder, as the header of its file describes it.
 
-    The conditions of `tile_rules` are expressions in d and rows, which is B * H * N_q rounded down to a power
-    of 2; `limits` and `shared`, in bytes a block, in d, Br and Bc; `hbm`, in bytes, also in B, H, H_kv, N_q,
-    N_k, Tr, Tc and Td = ceil(d / Bc).
+    The conditions of `tile_rules` are expressions in d, causal, and rows, which is B * H * N_q rounded down
+    to a power of 2; `limits` and `shared`, in bytes a block, in d, Br and Bc; `hbm`, in bytes, also in B, H,
+    H_kv, N_q, N_k, Tr, Tc and Td = ceil(d / Bc).
     """
 
     number: int

@@ -50,7 +50,7 @@ METRICS = {
     "l1tex__data_pipe_lsu_wavefronts_mem_shared" + OF_PEAK: "of that, for shared memory",
     "l1tex__average_t_sectors_per_request_pipe_lsu_mem_global_op_ld.ratio": "sectors per global load",
     "sm__inst_executed_pipe_fma" + OF_PEAK: "FMA pipe busy",
-    "sm__pipe_tensor_op_hmma_cycles_active" + OF_PEAK: "tensor cores busy",
+    "sm__pipe_tensor_op_hmma_cycles_active" + OF_PEAK: "tensor cores busy",    # up to 4 % without any use
     "smsp__issue_active" + OF_PEAK: "issue slots used",
     "sm__warps_active" + OF_PEAK: "warps, of the most possible",
     "launch__registers_per_thread": "registers per thread",

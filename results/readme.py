@@ -123,7 +123,8 @@ def ratios() -> str:
             best[row["pass"]] = max(best.get(row["pass"], 0), row["tflops"] or 0)
     most = " and ".join(f"{bench_report.number(tflops)} TFLOP/s {bench_report.PASSES[direction]}"
                         for direction, tflops in best.items())
-    return "\n".join([*lines, "", f"B=4 H=12 fp32; {origin}. The time of PyTorch's efficient backend "
+    shape = ", ".join({f"B={row['B']} H={row['H']}" for row in rows})
+    return "\n".join([*lines, "", f"{shape} fp32; {origin}. The time of PyTorch's efficient backend "
                       "(3xTF32, on tensor cores) over that of vectorized, in the same run: above 1, "
                       f"vectorized is faster. Of these, its best are {most}."])
 

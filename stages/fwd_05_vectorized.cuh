@@ -12,7 +12,7 @@
 //
 // Register tiles. In flash2 a thread has 8 x 2 numbers of S: 10 loads from shared memory for 16
 // multiplications. Here it has 8 x 8 with the largest tiles (8 x 4 for d > 64, as O takes more registers;
-// half the rows in small calls and for d > 128), and a load brings four numbers: 4 loads for 64. One step of
+// half as many in smaller calls and for d > 128), and a load brings four numbers: 4 loads for 64. One step of
 // S = Q K^T is the outer product of a column of Q and a row of K^T, 8 numbers each (common/vector.cuh); one
 // step of O += P V that of a column of P and a row of V.
 //
@@ -34,7 +34,7 @@
 //   - With registers to spare (`ahead`), the next tile of K is on its way while the multiplications run.
 //   - Small calls get smaller tiles (`tiles`; rows is B * H * N_q): or else too few blocks for the GPU.
 //     Between small and large, without a mask, Br = 128 and Bc = 32: three blocks fit on a multiprocessor,
-//     and an H200 can start them all at once.
+//     396 on an H200, for up to 50688 rows at once.
 //
 // HBM traffic without caches (hbm, above): as in flash2; half as much of K and V where Br is twice flash2's.
 //
@@ -59,7 +59,8 @@ constexpr bool lean = rows == 4 ? d <= 64 : d == 64 && Bc == 32 && !CAUSAL;    /
 constexpr int resident = lean ? 384 : 256;           // threads that a multiprocessor has registers for
 constexpr int blocks = resident > threads ? resident / threads : 1;
 constexpr bool ahead = d <= 64;                      // are there registers left for the next tile of K?
-constexpr int unroll_S = (rows == 4) != lean ? 2 : 1, unroll_P = rows == 4 && d <= 64 ? 2 : 1;     // measured
+constexpr int unroll_S = (rows == 4 && d > 64) || (rows == 8 && lean) ? 2 : 1;      // as measured
+constexpr int unroll_P = rows == 4 && d <= 64 ? 2 : 1;
 
 // What a thread carries of a tile of K or V, from HBM to shared memory
 constexpr int pieces = Bc * width / 4 / threads;

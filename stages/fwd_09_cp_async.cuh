@@ -10,8 +10,9 @@
 //
 // The algorithm and the fragments are those of swizzle. What changes is that the tensor cores wait less.
 //
-//   - cp.async copies 16 bytes from HBM to shared memory and lets the thread go on. There is room for two
-//     tiles each of K and V: while tile j is used, tile j + 1 is under way. One barrier a tile is enough:
+//   - cp.async copies 16 bytes from HBM to shared memory and lets the thread go on. For d <= 128 there is
+//     room for two tiles each of K and V: while tile j is used, tile j + 1 is under way. One barrier a tile
+//     is enough:
 //
 //       wait until this thread's copies of tile j are done; barrier: everybody's are, and tile j - 1, where
 //       j + 1 goes, is used up; S = Q K_j^T; start to copy tile j + 1; softmax; O += P V_j
@@ -23,18 +24,19 @@
 //   - The mask is in a loop of its own, over the last tiles, which it cuts or which reach past the last key;
 //     the loop before has neither comparisons nor a test for rows without a key.
 //   - Br = 128 for d <= 128, so 32 rows a warp: each fragment of K and V serves two strips, which halves what
-//     ldmatrix has to bring of them. (Small calls get Br = 64: more blocks.)
+//     ldmatrix has to bring of them. (Small calls get Br = 64, for more blocks, where that was faster.)
 //   - For d > 128 a warp has registers for 16 rows only. A second block on the multiprocessor helps, whose
 //     products run while this one makes exponentials; but then shared memory has room for one tile each of K
-//     and V: V_j comes during S, K_j+1 after it, and a tile takes a second barrier.
+//     and V: V_j comes during S, K_j+1 after it, and a tile takes a second barrier. (At d = 256, two blocks
+//     with Bc = 80 fill the 228 KB of an H100 or H200 to the last byte. Others have room for one.)
 //   - ldmatrix's addresses are computed once: in the loops a few of their bits change (`beside`).
 //   - O leaves through the warp's own rows of Q_smem, so that rows go to HBM in pieces of 16 bytes.
 //   - Causal: the last tiles of Q of all heads come first, as they see most keys.
 //   - l waits in shared memory, as it is needed only once a tile: for d = 128, O and S alone are 192 of the
 //     255 registers that a thread may have, and the compiler would find none for it.
 //
-// HBM traffic without caches (hbm, above): as in flash2, with 2 bytes an element; L stays a float. With Br
-// twice that of swizzle, half as much of K and V.
+// HBM traffic without caches (hbm, above): as in flash2, with 2 bytes an element; L stays a float. Half
+// as much of K and V as in swizzle where Br is twice as large.
 //
 // Changed from swizzle: the loads, the order of a tile's steps, the exponent, the epilogue.
 //
@@ -86,9 +88,10 @@ __device__ __forceinline__ void copy_tile(ELEMENT* tile, const ELEMENT* matrix, 
   }
 }
 
-// One block per tile of Q. The numbers are the lines of Algorithm 1.
-__global__ void __launch_bounds__(threads, blocks) cp_async_kernel(FwdParams p) {
-  const int i = gridDim.y - 1 - blockIdx.y, bh = blockIdx.x;    // 1, 2, 3; causal: the last sees most keys
+// One block per tile of Q, from the one before `end` downwards: with a causal mask the last see most keys.
+// The numbers are the lines of Algorithm 1.
+__global__ void __launch_bounds__(threads, blocks) cp_async_kernel(FwdParams p, int end) {
+  const int i = end - 1 - blockIdx.y, bh = blockIdx.x;                   // 1, 2, 3
   const int b = bh / p.H, h = bh % p.H, h_kv = h / (p.H / p.H_kv);
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const int group = lane / 4, pair = lane % 4 * 2;   // this lane's place in D: rows group and group + 8
@@ -98,7 +101,7 @@ __global__ void __launch_bounds__(threads, blocks) cp_async_kernel(FwdParams p) 
 
   extern __shared__ __align__(128) ELEMENT smem[];
   ELEMENT* Q_smem = smem;                       // Br x d, rows `pitch` apart
-  ELEMENT* K_smem = Q_smem + Br * pitch;        // Bc x d, the same, `buffers` times: K_j is the (j % 2)-th
+  ELEMENT* K_smem = Q_smem + Br * pitch;        // Bc x d, the same, `buffers` times; K_j: j % buffers
   ELEMENT* V_smem = K_smem + buffers * Bc * pitch;     // the same
 
   // causal: row q sees q + 1 + diagonal keys, and the tile's last row is (i + 1) * Br - 1
@@ -181,7 +184,8 @@ __global__ void __launch_bounds__(threads, blocks) cp_async_kernel(FwdParams p) 
         cp_async_commit();
       }
 
-      const float scale = fmaxf(fabsf(p.scale) * LOG2_E, 1.2e-38f);      // not 0: 0 times -inf is NaN
+      // Not 0: 0 times -inf is NaN. (In here, as it costs less than a register.)
+      const float scale = fmaxf(fabsf(p.scale) * LOG2_E, 1.2e-38f);
       #pragma unroll
       for (int s = 0; s < strips; s++) {                                 // 9
         #pragma unroll
@@ -278,7 +282,10 @@ size_t workspace_bytes(const FwdParams&) { return 0; }
 cudaError_t launch(const FwdParams& p, cudaStream_t stream) {
   const size_t bytes = sizeof(ELEMENT) * (Br + 2 * buffers * Bc) * pitch + sizeof(float) * 4 * Br;
   allow_shared_memory(cp_async_kernel, bytes);
-  const dim3 grid(p.B * p.H, ceil_div(p.N_q, Br));      // blocks start row by row of it: x counts fastest
-  cp_async_kernel<<<grid, threads, bytes, stream>>>(p);
+  constexpr int most = 65535;             // rows of blocks in a grid. They start row by row: x counts fastest
+  for (int end = ceil_div(p.N_q, Br); end > 0; end -= most) {
+    const dim3 grid(p.B * p.H, end < most ? end : most);
+    cp_async_kernel<<<grid, threads, bytes, stream>>>(p, end);
+  }
   return cudaGetLastError();
 }

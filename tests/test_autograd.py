@@ -630,3 +630,30 @@ def test_checkpoint(reentrant, device):
     expected = torch.autograd.grad(function(q, k, v), [q, k, v], do)
     checkpoint(function, q, k, v, use_reentrant=reentrant).backward(do)
     assert all(torch.equal(x.grad, y) for x, y in zip((q, k, v), expected))
+
+
+def test_default_tiles_depend_on_the_mask(tmp_path, monkeypatch):
+    """By a rule in a field's second line; also of a gradient, and of what torch.compile makes of a call."""
+    flash2 = {s.name: s for s in flash.stages("fwd")}["flash2"]
+    recompute = {s.name: s for s in flash.stages("bwd")}["recompute"]
+    stages = []
+    for stage in (flash2, recompute):
+        mine = tmp_path / stage.path.name
+        rules = "// tiles:   Br=16 Bc=32;\n//          causal: Br=32 Bc=32\n"
+        mine.write_text(re.sub(r"// tiles:.*\n", rules, stage.path.read_text(), count=1))
+        stages.append(mine)
+    built, definitions = [], flash.definitions
+
+    def noting(stage, dtype, d, causal, tiles, *deterministic):
+        built.append((stage.direction, causal, tiles["Br"]))
+        return definitions(stage, dtype, d, causal, tiles, *deterministic)
+    monkeypatch.setattr(flash, "definitions", noting)
+
+    def both(causal):
+        x = torch.randn(1, 1, 40, 8, requires_grad=True)
+        flash.attention(x, x, x, causal=causal, stage=stages[0], backward=stages[1]).sum().backward()
+    for call in (both, torch.compile(both, backend="aot_eager")):
+        for causal, size in ((True, 32), (False, 16)):
+            built.clear()
+            call(causal)
+            assert built == [(direction, causal, size) for direction in ("fwd", "bwd")]

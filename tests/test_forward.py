@@ -51,8 +51,9 @@ def run(stage, q, k, v, mask=None, **options):
     """(o, L, diagonal) with outputs that start as NaN."""
     with poisoned():
         if mask == "top":
-            o, lse = flash._forward(q, k, v, 0, options.get("scale"), *flash._choose(stage, q))
-            return o, lse, 0
+            scale = options.pop("scale", None)
+            chosen = flash._choose(stage, q, causal=True, **options)
+            return *flash._forward(q, k, v, 0, scale, *chosen), 0
         o, lse = flash.attention(q, k, v, causal=mask == "bottom", stage=stage, return_lse=True, **options)
     return o, lse, k.shape[2] - q.shape[2] if mask else None
 
@@ -97,6 +98,14 @@ def test_grid_with_the_tiles_of_large_calls(stage, case, Br, Bc, device):
     q, k, v = random_for(stage, *shape, device)
     o, lse, diagonal = run(stage, q, k, v, mask, Br=Br, Bc=Bc)
     check(o, lse, q, k, v, diagonal)
+
+
+def test_more_tiles_than_a_grid_has_rows(device):
+    """65535; of the best stage, whose grid has a row for each tile of Q. With one key, O is V."""
+    q, k, v = random_qkv(1, 1, 1, 65535 * 16 + 40, 1, 8, device, torch.float16)
+    o, lse, _ = run("cp_async", q, k, v, Br=16, Bc=16)
+    assert torch.equal(o, v.expand_as(o))
+    torch.testing.assert_close(lse, (q.float() @ k.float().mT)[..., 0] / 8**0.5, rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("stage", STAGES)
