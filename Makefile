@@ -16,7 +16,7 @@ bench: $(READY)
 	.venv/bin/python bench.py $(ARGS)
 
 test: $(READY)
-	.venv/bin/python -m pytest $(ARGS)
+	.venv/bin/python -m pytest -n logical --maxprocesses 4 --dist loadfile $(ARGS)
 
 lab: $(READY)
 	.venv/bin/jupyter lab $(ARGS)
