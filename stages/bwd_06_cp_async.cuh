@@ -63,6 +63,12 @@ constexpr int warps = 2 * (Bc / keys), threads = 32 * warps;
 constexpr int dQ_warps = warps / 2 / (Br / 32);    // of those for dK: share 32 rows of dQ,
 constexpr int dQ_parts = (width / 16 + dQ_warps - 1) / dQ_warps;         // each with so many 16 columns
 constexpr int copies = DETERMINISTIC ? 8 : 1;      // of dQ_sum
+// Of the loop that makes dQ, so many steps are unrolled: all of them are faster, but need the most registers
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+constexpr int dQ_steps = DETERMINISTIC ? 2 : Bc / 16;
+#else
+constexpr int dQ_steps = 2;
+#endif
 // The other kernels: 8 columns of a row a thread, so many threads a row and rows a block
 constexpr int lanes = d <= 64 ? 8 : d <= 128 ? 16 : 32, block_rows = 256 / lanes;
 
@@ -213,7 +219,7 @@ __global__ void __launch_bounds__(threads) cp_async_kernel(BwdParams p, Sums sum
     #pragma unroll
     for (int part = 0; part < dQ_parts; part += 4) {
       float dQ_reg[2][8][4] = {};
-      #pragma unroll
+      #pragma unroll dQ_steps
       for (int k = 0; k < Bc / 16; k++) {
         uint32_t dS_reg[2][4];
         #pragma unroll
