@@ -29,10 +29,12 @@ import torch
 from torch.autograd import forward_ad
 
 import simulator
+from jit.difference import Difference, diff
 from jit.loader import BUILD, build, build_simulator, debug, source_files
 from jit.nvcc import find_nvcc, nvcc_version
 from jit.registry import (
     DTYPES,
+    FIELDS,
     MANY,
     ROOT,
     STAGES,
@@ -46,10 +48,10 @@ from jit.registry import (
 )
 from simulator.inspection import Report
 
-__all__ = ["BUILD", "DTYPES", "MAX_HEAD_DIM", "ROOT", "STAGES", "Available", "Report", "Stage", "attention",
-           "build", "can_inspect", "default_device", "definitions", "describe_device", "find_nvcc",
-           "find_stage", "inspect", "nvcc_version", "read_stage", "scaled_dot_product_attention",
-           "shared_memory_per_block", "stages"]
+__all__ = ["BUILD", "DTYPES", "FIELDS", "MAX_HEAD_DIM", "ROOT", "STAGES", "Available", "Difference", "Report",
+           "Stage", "attention", "build", "build_simulator", "can_inspect", "default_device", "definitions",
+           "describe_device", "diff", "find_nvcc", "find_stage", "inspect", "nvcc_version", "read_stage",
+           "scaled_dot_product_attention", "shared_memory_per_block", "stages"]
 
 MAX_HEAD_DIM = 256
 ELEMENTS = {torch.float32: "float", torch.float16: "__half", torch.bfloat16: "__nv_bfloat16"}   # in CUDA

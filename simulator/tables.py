@@ -22,7 +22,7 @@ NOTE = (
 
 def as_text(r: Report) -> str:
     out = io.StringIO()
-    Console(file=out, width=WIDTH, highlight=False).print(r)
+    Console(file=out, width=WIDTH, highlight=False, force_jupyter=False).print(r)
     return "\n".join(line.rstrip() for line in out.getvalue().splitlines())
 
 

@@ -1,0 +1,77 @@
+"""flash.diff: what a stage changes of another one."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+import flash
+
+
+def pairs():
+    for direction in ("fwd", "bwd"):
+        ladder = flash.stages(direction)
+        yield from ((direction, a.name, b.name) for a, b in zip(ladder, ladder[1:]))
+
+
+@pytest.mark.parametrize("direction, before, after", pairs())
+def test_applying_the_diff_gives_the_stage(direction, before, after):
+    """With all lines shown, its " " and "-" lines are the one file, its " " and "+" lines the other one."""
+    files = {s.name: s.path for s in flash.stages(direction)}
+    difference = flash.diff(before, after, direction=direction, context=10**6, header=True)
+    for name, sign in ((before, "-"), (after, "+")):
+        lines = [line[1:] for line in difference.lines if line[0] in " " + sign]
+        assert lines == files[name].read_text().splitlines()
+    counted = [line[0] for line in difference.lines]
+    assert (difference.removed, difference.added) == (counted.count("-"), counted.count("+"))
+
+
+def test_leaves_out_the_header_and_what_is_far_from_a_change():
+    difference = flash.diff("mma", "swizzle")
+    assert (difference.before, difference.after) == ("stages/fwd_07_mma.cuh", "stages/fwd_08_swizzle.cuh")
+    assert 0 < difference.added < 15
+    assert not any(line[1:].startswith("// idea:") for line in difference.lines)
+    source = Path("stages/fwd_08_swizzle.cuh")
+    text = (flash.ROOT / source).read_text().splitlines()
+    for n, line in enumerate(difference.lines):  # every piece says where it is
+        if line.startswith("@"):
+            number = int(re.search(r"now line (\d+)", line)[1])
+            assert text[number - 1] == difference.lines[n + 1][1:]
+    assert any("idea:" in line for line in flash.diff("mma", "swizzle", header=True).lines)
+
+
+def test_shows_as_text_in_a_terminal_and_as_html_in_a_notebook(capsys):
+    difference = flash.diff("mma", "swizzle")
+    print(difference)
+    out = capsys.readouterr().out
+    assert "\x1b" not in out and "+constexpr int pitch = (d + 63) / 64 * 64;" in out
+    assert out.splitlines()[0].endswith(f"{difference.removed} lines removed, {difference.added} added")
+    html = difference._repr_html_()
+    assert "background:#dafbe1" in html and "background:#ffebe9" in html
+    assert "<<<" not in html and "&lt;&lt;&lt;" in html  # a kernel's launch
+
+
+def test_finds_the_ladder(tmp_path):
+    assert flash.diff("recompute", "deterministic").before.startswith("stages/bwd_")
+    assert flash.diff("naive", "recompute").before == "stages/bwd_01_naive.cuh"
+    assert flash.diff("naive", "vectorized").before == "stages/fwd_01_naive.cuh"
+    assert flash.diff("naive", "vectorized", direction="bwd").before == "stages/bwd_01_naive.cuh"
+    mine = tmp_path / "mine.cuh"
+    mine.write_text(Path(flash.STAGES / "fwd_04_flash2.cuh").read_text().replace("0.f", "0.0f"))
+    difference = flash.diff("flash2", mine)
+    assert difference.after == str(mine) and difference.added == difference.removed > 0
+    flash2 = next(s for s in flash.stages("fwd") if s.name == "flash2")
+    assert flash.diff(flash2, flash2).lines == ()
+
+
+@pytest.mark.parametrize("arguments, options, message", [
+    (("flash3", "flash2"), {}, r"there is no stage 'flash3'; the stages are .*flash2"),
+    (("flash2", "recompute"), {}, "flash2 and recompute are of two ladders"),
+    (("recompute", "naive"), {"direction": "fwd"}, "there is no stage 'recompute'"),
+    (("flash2", Path("nothing.cuh")), {}, "nothing.cuh is no file"),
+    (("flash2", 3), {}, "not by int"),
+    (("flash2", "tiled"), {"direction": "up"}, "direction must be"),
+])
+def test_refuses(arguments, options, message):
+    with pytest.raises(ValueError, match=message):
+        flash.diff(*arguments, **options)
