@@ -11,6 +11,18 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from reference import (  # noqa: E402
+    max_error,
+    random_gradients,
+    random_qkv,
+    recomputed_gradients,
+    reference,
+    reference_gradients,
+)
+
+__all__ = ["max_error", "random_gradients", "random_qkv", "recomputed_gradients", "reference",
+           "reference_gradients"]
+
 DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
 
 
@@ -53,35 +65,6 @@ def poisoned():
         assert (data[len(data) - GUARD_BYTES:] == 0xA5).all(), "the kernel wrote past the end of its memory"
 
 
-def reference(q, k, v, diagonal=None, scale=None):
-    """(O, L) by PyTorch, in the type of q: float64 for the truth, another one for the error to compare with.
-
-    Query i sees key j <= i + diagonal; None: all. L in the natural logarithm. Rows that see no key: O = 0,
-    L = -inf. In 16 bits S and P are rounded, and the softmax between them is computed in float32, as PyTorch
-    does it.
-    """
-    group = q.shape[1] // k.shape[1]
-    k, v = k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)
-    scale = q.shape[-1] ** -0.5 if scale is None else scale
-    scores = q @ k.transpose(-1, -2) * scale
-    if diagonal is not None:
-        seen = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).tril(diagonal)
-        scores = scores.masked_fill(~seen, -torch.inf)
-    scores = scores.to(torch.promote_types(q.dtype, torch.float32))
-    lse = scores.logsumexp(-1)
-    probabilities = torch.exp(scores - lse.where(lse > -torch.inf, 0)[..., None])
-    return probabilities.to(q.dtype) @ v, lse
-
-
-def max_error(x, truth) -> float:
-    """The largest absolute difference; infinities must be the same ones.
-
-    NaN if there is a NaN, which fails every comparison.
-    """
-    same = x.double() == truth.double()
-    return torch.where(same, 0.0, (x.double() - truth.double()).abs()).max().item()
-
-
 def check(o, lse, q, k, v, diagonal=None, scale=None) -> None:
     """Assert that (o, lse) is at most twice as wrong as PyTorch's computation in q's type, plus 1e-6."""
     truth = reference(q.double(), k.double(), v.double(), diagonal, scale)
@@ -90,44 +73,6 @@ def check(o, lse, q, k, v, diagonal=None, scale=None) -> None:
         assert x.shape == x_truth.shape
         error, allowed = max_error(x, x_truth), 2 * max_error(x_pytorch, x_truth) + 1e-6
         assert error <= allowed, f"{name}: error {error:.3g}, allowed {allowed:.3g}"
-
-
-def random_gradients(q, seed=7):
-    """dO and dL for q: random normal, each with its own scale and offset, as in random_qkv."""
-    generator = torch.Generator().manual_seed(seed)
-    do = torch.randn(q.shape, generator=generator) * 0.9 + 0.2
-    dlse = torch.randn(q.shape[:3], generator=generator) * 0.5 - 0.1
-    return do.to(q.device, q.dtype), dlse.to(q.device)
-
-
-def reference_gradients(q, k, v, do, diagonal=None, scale=None, dlse=None):
-    """(dq, dk, dv) by autograd through `reference`, in float64. dlse: the gradient by L, or None."""
-    inputs = [x.detach().double().requires_grad_() for x in (q, k, v)]
-    o, lse = reference(*inputs, diagonal, scale)
-    seen = lse > -torch.inf  # a row that sees no key has no gradient, whatever dlse is there
-    outputs, gradients = [o], [do.double()]
-    if dlse is not None and seen.any():
-        outputs, gradients = [o, lse[seen]], [do.double(), dlse.double()[seen]]
-    return torch.autograd.grad(outputs, inputs, gradients)
-
-
-def recomputed_gradients(q, k, v, do, diagonal=None, scale=None, dlse=None):
-    """(dq, dk, dv) by the formulas of flash_bwd.cu, from O and L, in PyTorch and the type of q: for the error
-    to compare with. An L of 1000 has an error of 3e-5, and so has then all of its row of P. In 16 bits what
-    goes into a product is rounded, and what lies between two of them is computed in float32."""
-    o, lse = reference(q.double(), k.double(), v.double(), diagonal, scale)
-    o, lse = o.to(q.dtype), lse.float()
-    scale = q.shape[-1] ** -0.5 if scale is None else scale
-    H_kv, group = k.shape[1], q.shape[1] // k.shape[1]
-    K, V = k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)
-    P = torch.exp((q @ K.mT * scale).float() - lse[..., None])
-    if diagonal is not None:
-        P = P.where(torch.ones(P.shape[-2:], dtype=torch.bool, device=q.device).tril(diagonal), 0)
-    D = (do.float() * o.float()).sum(-1) - (0 if dlse is None else dlse)
-    dS = P * ((do @ V.mT).float() - D.where(lse > -torch.inf, 0)[..., None])
-    P, dS = P.to(q.dtype), dS.to(q.dtype)
-    dK, dV = (x.unflatten(1, (H_kv, group)).sum(2) for x in (scale * dS.mT @ q, P.mT @ do))
-    return scale * dS @ K, dK, dV
 
 
 def check_gradients(gradients, q, k, v, do, diagonal=None, scale=None, dlse=None) -> None:
@@ -140,15 +85,6 @@ def check_gradients(gradients, q, k, v, do, diagonal=None, scale=None, dlse=None
         size = max(1.0, x_truth.abs().max().item())
         error, allowed = max_error(x, x_truth), 3 * max_error(x_pytorch, x_truth) + 1e-6 * size
         assert error <= allowed, f"d{name}: error {error:.3g}, allowed {allowed:.3g}"
-
-
-def random_qkv(B, H, H_kv, N_q, N_k, d, device, dtype=torch.float32, seed=0):
-    """q, k, v: random normal, each with its own scale and offset, so no symmetry hides a swapped index."""
-    generator = torch.Generator().manual_seed(seed)
-    q = torch.randn(B, H, N_q, d, generator=generator)
-    k = torch.randn(B, H_kv, N_k, d, generator=generator) * 1.1 + 0.1
-    v = torch.randn(B, H_kv, N_k, d, generator=generator) * 0.7 - 0.3
-    return (x.to(device, dtype) for x in (q, k, v))
 
 
 def tile_sizes(stage, d) -> list[dict[str, int]]:
