@@ -1,6 +1,7 @@
 # make bench   run every stage that runs here, compare, draw plots (options: ARGS="--seqlens 512,1024")
 # make test    run all tests, on a GPU too if there is one         (some: ARGS="-k flash2")
-# make lab     open Jupyter
+# make lab     open Jupyter: the lessons are in tutorials/
+# make notebooks   execute the lessons, and write what they show into them   (some: ARGS="03 04")
 # make readme  renew README's tables, from the stages and results/
 # make clean   delete what was built; make distclean: the virtual environment too
 #
@@ -10,16 +11,19 @@ PYTHON ?= python3
 ARGS ?=
 READY := .venv/ready
 
-.PHONY: bench test lab readme clean distclean
+.PHONY: bench test lab notebooks readme clean distclean
 
 bench: $(READY)
 	.venv/bin/python bench.py $(ARGS)
 
 test: $(READY)
-	.venv/bin/python -m pytest -n logical --maxprocesses 4 --dist loadfile $(ARGS)
+	.venv/bin/python -m pytest -n logical --maxprocesses 4 --dist loadgroup $(ARGS)
 
 lab: $(READY)
-	.venv/bin/jupyter lab $(ARGS)
+	PATH="$(CURDIR)/.venv/bin:$$PATH" .venv/bin/jupyter lab $(ARGS)
+
+notebooks: $(READY)
+	.venv/bin/python -m tutorials.notebooks $(ARGS)
 
 readme: $(READY)
 	.venv/bin/python results/readme.py

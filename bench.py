@@ -5,7 +5,7 @@
     python bench.py --pass bwd                         # the gradients; fwd+bwd: both passes; all: all three
     python bench.py --markdown build/bench/bench_fwd.json --seqlens 1024      # a result as a Markdown table
     python bench.py --inspect flash2                   # every access to memory of one stage, in the simulator
-    python bench.py --inspect naive --line fwd_01_naive.cuh:49           # and a picture of one line's
+    python bench.py --inspect naive --line fwd_01_naive.cuh:50           # and a picture of one line's
     python bench.py --sweep flash2 --seqlens 4096      # one stage with all tile sizes that fit
 
 A stage is checked before it is timed, against attention in float64. Its largest error in O may be twice that

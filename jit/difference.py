@@ -15,6 +15,8 @@ from rich.text import Text
 
 from .registry import DIRECTIONS, ROOT, Stage, read_stage, stages
 
+# The comments around what an exercise asks for: the first has a title, the second has none
+SECTION = re.compile(r"\s*// ---(?: (\S.*))?$")
 CONTEXT = 3  # unchanged lines around a change
 # By the first character of a line: its colours in a terminal, and in HTML (text, background)
 TERMINAL = {"+": "green", "-": "red", "@": "cyan"}
@@ -72,7 +74,7 @@ class Difference:
             style = f"color:{colour};background:{background};padding:0 0.6em;min-height:1.3em"
             rows.append(f'<div style="{style}">{html.escape(line)}</div>')
         return (f'<div style="font-weight:bold">{html.escape(self.title)}</div>'
-                '<pre style="line-height:1.3;font-size:12px;overflow-x:auto;padding:0">'
+                '<pre style="font:12px/1.3 monospace;overflow-x:auto;padding:0">'
                 f'<div style="display:inline-block;min-width:100%">{"".join(rows)}</div></pre>')
 
 
@@ -87,7 +89,8 @@ def diff(before: str | Path | Stage, after: str | Path | Stage, *, direction: st
         before, after: names of stages, pathlib.Paths of .cuh files, or Stages.
         direction: "fwd" or "bwd", for names that both ladders have; default: forward, if it has both.
         context: unchanged lines to show around a change.
-        header: also compare the comments at the files' tops, which say more than a diff does.
+        header: also compare the comments at the files' tops, which say more than a diff does, and those with
+            --- around what an exercise asks for.
     Returns:
         A Difference: print() it, or leave it to a notebook to show.
     Raises:
@@ -110,10 +113,10 @@ def diff(before: str | Path | Stage, after: str | Path | Stage, *, direction: st
             raise ValueError("diff() compares stages, by name, pathlib.Path or Stage, not by "
                              f"{type(x).__name__}")
         found.append(ladder[x] if isinstance(x, str) else read_stage(x) if isinstance(x, Path) else x)
-    (skipped, old), (first, new) = (_code(stage.path, header) for stage in found)
+    (old_numbers, old), (numbers, new) = (_code(stage.path, header) for stage in found)
     lines: list[str] = []
     for group in difflib.SequenceMatcher(None, old, new, autojunk=False).get_grouped_opcodes(context):
-        lines.append(f"@@ line {skipped + group[0][1] + 1}, now line {first + group[0][3] + 1} @@")
+        lines.append(f"@@ line {old_numbers[group[0][1]]}, now line {numbers[group[0][3]]} @@")
         for tag, old_from, old_to, new_from, new_to in group:
             if tag == "equal":
                 lines += [f" {line}" for line in new[new_from:new_to]]
@@ -123,11 +126,12 @@ def diff(before: str | Path | Stage, after: str | Path | Stage, *, direction: st
     return Difference(*(_shown(stage.path) for stage in found), tuple(lines))
 
 
-def _code(file: Path, header: bool) -> tuple[int, list[str]]:
-    """The lines of a file, and how many come before: those of the comment at its top, unless it is wanted."""
+def _code(file: Path, header: bool) -> tuple[list[int], list[str]]:
+    """The numbers and the texts of the lines to compare, and a number for what follows the last one."""
     lines = file.read_text().splitlines()
     first = next((n for n, line in enumerate(lines) if not re.match("//|\ufeff", line)), len(lines))
-    return (0, lines) if header else (first, lines[first:])
+    chosen = [n for n in range(len(lines)) if header or (n >= first and not SECTION.match(lines[n]))]
+    return [n + 1 for n in [*chosen, len(lines)]], [lines[n] for n in chosen]
 
 
 def _shown(path: Path) -> str:

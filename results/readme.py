@@ -17,6 +17,7 @@ sys.path.insert(0, str(ROOT))
 
 import bench_report  # noqa: E402
 import flash  # noqa: E402
+from tutorials.exercises import EXERCISES  # noqa: E402
 
 RESULTS = ROOT / "results"
 SHOWN_N = 1024
@@ -280,13 +281,25 @@ def conflicts() -> str:
                       "on the GPU."])
 
 
+def lessons() -> str:
+    """The notebooks as a Markdown table: title, exercises and bug hunts of each."""
+    lines = ["| lesson | exercises | bug hunts |", "|---|---|---|"]
+    for file in sorted((ROOT / "tutorials").glob("[0-9][0-9]_*.ipynb")):
+        title = "".join(json.loads(file.read_text())["cells"][0]["source"]).splitlines()[0].removeprefix("# ")
+        ours = [e for e in EXERCISES if e.lesson == file.name[:2]]
+        names = [", ".join(f"{e.number} {e.title}" for e in ours if e.is_hunt == hunt)
+                 for hunt in (False, True)]
+        lines.append(f"| [{title}](tutorials/{file.name}) | {names[0]} | {names[1]} |")
+    return "\n".join(lines)
+
+
 def updated(text: str) -> str:
     """README's text with its parts between <!-- name --> and <!-- end of name --> made anew. What is not
     measured yet needs no place."""
     for name, make in {"ladder": ladder, "results": results, "backward": backward, "ratios": ratios,
                        "long": long, "results16": results16, "backward16": backward16, "ratios16": ratios16,
                        "finding": finding, "traffic": traffic, "counts": counts,
-                       "conflicts": conflicts}.items():
+                       "conflicts": conflicts, "lessons": lessons}.items():
         if not (made := make()):
             continue
         part = re.compile(rf"(<!-- {name} -->\n).*?(<!-- end of {name} -->)", re.S)

@@ -311,6 +311,9 @@ def _overlap(x: torch.Tensor, y: torch.Tensor) -> bool:
 
 
 # --------------------------------------------------------------------------------------- findings in words
+WAIT = " (cp_async_commit, later cp_async_wait)"
+
+
 def _message(f: dict, element: str, parties: tuple[Party, ...]) -> str:
     """A finding in words."""
     kernel, sites = f["kernel"], [_where(p.place) for p in parties]
@@ -329,10 +332,10 @@ def _message(f: dict, element: str, parties: tuple[Party, ...]) -> str:
             remedy = ("blocks run in any order: give each its own elements, use atomics (with "
                       "__threadfence() where one orders other accesses), or make it two kernels")
         elif q.kind == "copy" and p.thread == q.thread:
-            remedy = "the copy may still be under way: the thread must wait for it first (cp_async_wait)"
+            remedy = "the copy may still be under way: the thread must wait for it first" + WAIT
         elif q.kind == "copy":
-            remedy = ("the thread that copies must wait for its copy (cp_async_wait), and then a barrier "
-                      "must follow" + _barrier_for_warp(p, q))
+            remedy = (f"the thread that copies must wait for its copy{WAIT}, and then a barrier must follow"
+                      + _barrier_for_warp(p, q))
         elif p.place == q.place and p.kind == q.kind:
             remedy = "give each thread its own element, or use atomics, even if the values are equal"
         else:
@@ -573,7 +576,7 @@ class Report:
         }
 
     def find(self, line: str, kind: str | None = None) -> list[Access]:
-        """The accesses of a line, such as "fwd_04_flash2.cuh:86"; also those of functions that it calls.
+        """The accesses of a line, such as "fwd_04_flash2.cuh:81"; also those of functions that it calls.
 
         Raises:
             ValueError: if the line has none.
@@ -587,7 +590,7 @@ class Report:
         return found
 
     def plot(self, file: str | Path | None = None, line: str | None = None):
-        """Draw the HBM traffic by array or, for a line such as "fwd_04_flash2.cuh:86", which lane of a warp
+        """Draw the HBM traffic by array or, for a line such as "fwd_04_flash2.cuh:81", which lane of a warp
         touches which bank (shared memory) or sector (HBM), in the line's worst request.
 
         Args:

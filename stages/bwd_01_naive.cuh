@@ -80,6 +80,7 @@ __global__ void softmax_kernel(BwdParams p, float* S, float* dP) {
   const float shift = m == -INFINITY ? 0.f : m;   // a row that sees no key: -inf - -inf would be NaN
   for (int col = 0; col < p.N_k; col++) l += expf(S_row[col] - shift);
 
+  // --- D, P and dS of the row
   float D = p.dL && l > 0.f ? -p.dL[row] : 0.f;   // no key seen: P is 0, but dL may be infinite
   for (int col = 0; col < p.N_k; col++) {
     const float P = l == 0.f ? 0.f : expf(S_row[col] - shift) / l;
@@ -87,6 +88,7 @@ __global__ void softmax_kernel(BwdParams p, float* S, float* dP) {
     D += P * dP_row[col];
   }
   for (int col = 0; col < p.N_k; col++) dP_row[col] = S_row[col] * (dP_row[col] - D);
+  // ---
 }
 
 // dQ (B, H, N_q, d). The lanes of a warp hold neighbouring columns of K and dQ.
@@ -117,6 +119,7 @@ __global__ void dKV_kernel(BwdParams p, const float* P, const float* dS) {
   const int col = j * Br + threadIdx.y, k = c * Bc + threadIdx.x;
   if (col >= p.N_k || k >= d) return;
 
+  // --- dK and dV of one key
   float dk = 0.f, dv = 0.f;
   for (int h = h_kv * group; h < (h_kv + 1) * group; h++) {
     const float* Q = p.Q.head(b, h);
@@ -130,6 +133,7 @@ __global__ void dKV_kernel(BwdParams p, const float* P, const float* dS) {
   }
   dK[col * p.dK.stride_n + k] = p.scale * dk;
   dV[col * p.dV.stride_n + k] = dv;
+  // ---
 }
 
 size_t workspace_bytes(const BwdParams& p) {   // S, which becomes P, and dP, which becomes dS

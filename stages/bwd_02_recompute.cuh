@@ -100,6 +100,7 @@ __global__ void __launch_bounds__(threads, 2) recompute_kernel(BwdParams p, cons
         }
       }
 
+      // --- P and dS of the tile
       for (int r = 0; r < rows; r++) {
         const int row = i * Br + warp * rows + r;
         const float L = row < p.N_q ? p.L[first_row + row] : 0.f;        // 9
@@ -112,6 +113,7 @@ __global__ void __launch_bounds__(threads, 2) recompute_kernel(BwdParams p, cons
           dS_smem[(warp * rows + r) * Bc + lane + 32 * c] = P * (dP_reg[r][c] - D_row);   // 14
         }
       }
+      // ---
       __syncthreads();                    // a warp now reads columns of P and dS, which all warps wrote
 
       for (int row = 0; row < Br; row++) {
@@ -125,6 +127,7 @@ __global__ void __launch_bounds__(threads, 2) recompute_kernel(BwdParams p, cons
         }
       }
 
+      // --- the tile's part of dQ
       float dQ_reg[rows][dims] = {};                                     // 15: dS_ij K_j
       for (int col = 0; col < Bc; col++) {
         for (int c = 0; c < dims; c++) {
@@ -140,6 +143,7 @@ __global__ void __launch_bounds__(threads, 2) recompute_kernel(BwdParams p, cons
           if (k < d) atomicAdd(dQ + row * p.dQ.stride_n + k, p.scale * dQ_reg[r][c]);
         }
       }
+      // ---
     }                                                                    // 17
   }
 

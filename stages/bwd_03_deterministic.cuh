@@ -144,6 +144,7 @@ __global__ void __launch_bounds__(threads, 2) dQ_kernel(BwdParams p, const float
 
   float dQ_reg[rows][dims] = {};
 
+  // --- dQ_i along the tiles of K and V
   // causal: row q sees q + 1 + diagonal keys, and the tile's last row is (i + 1) * Br - 1
   const int seen = CAUSAL ? min(p.N_k, (i + 1) * Br + p.diagonal) : p.N_k;
   for (int j = 0; j * Bc < seen; j++) {
@@ -184,6 +185,7 @@ __global__ void __launch_bounds__(threads, 2) dQ_kernel(BwdParams p, const float
       }
     }
   }
+  // ---
 
   for (int r = 0; r < rows; r++) {
     const int row = i * Br + warp * rows + r;

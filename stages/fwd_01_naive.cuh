@@ -37,6 +37,7 @@ constexpr int Br = BLOCK_R, Bc = BLOCK_C;   // here only the shape of a block: B
 __global__ void scores_kernel(FwdParams p, float* S) {
   const int Tr = ceil_div(p.N_q, Br), Tc = ceil_div(p.N_k, Bc);
   const int j = blockIdx.x % Tc, i = blockIdx.x / Tc % Tr, bh = blockIdx.x / Tc / Tr;
+  // --- the score of one query and one key
   const int b = bh / p.H, h = bh % p.H, h_kv = h / (p.H / p.H_kv);
   const float* Q = p.Q.head(b, h);
   const float* K = p.K.head(b, h_kv);
@@ -48,6 +49,7 @@ __global__ void scores_kernel(FwdParams p, float* S) {
   float s = 0.f;
   for (int k = 0; k < d; k++) s += Q[row * p.Q.stride_n + k] * K[col * p.K.stride_n + k];
   S[((int64_t)bh * p.N_q + row) * p.N_k + col] = visible ? p.scale * s : -INFINITY;
+  // ---
 }
 
 // P = exp(S - m) / l, row by row. The maximum m is subtracted as exp overflows above 88; it cancels in the
@@ -57,6 +59,7 @@ __global__ void softmax_kernel(FwdParams p, float* S) {
   if (row >= (int64_t)p.B * p.H * p.N_q) return;
   float* S_row = S + row * p.N_k;
 
+  // --- m, l, P and L of the row
   float m = -INFINITY, l = 0.f;
   for (int col = 0; col < p.N_k; col++) m = fmaxf(m, S_row[col]);
   const float shift = m == -INFINITY ? 0.f : m;   // a row that sees no key: -inf - -inf would be NaN
@@ -64,6 +67,7 @@ __global__ void softmax_kernel(FwdParams p, float* S) {
 
   for (int col = 0; col < p.N_k; col++) S_row[col] = l == 0.f ? 0.f : expf(S_row[col] - shift) / l;
   p.L[row] = l == 0.f ? -INFINITY : m + logf(l);
+  // ---
 }
 
 // O = P V. Here the lanes of a warp hold neighbouring columns of V and O: every load of V is one cache line.

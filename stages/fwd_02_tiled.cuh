@@ -110,6 +110,7 @@ __global__ void __launch_bounds__(threads, 2) output_kernel(FwdParams p, const f
   float* P_smem = V_smem + Bc * d;        // Br x Bc
 
   float O_reg[rows][dims] = {};
+  // --- O_i along the tiles of P and V
   for (int j = 0; j < Tc; j++) {
     __syncthreads();                      // all are done with the last tiles, which are now overwritten
     load_tile(V_smem, d, p.V.head(b, h_kv), p.V.stride_n, j * Bc, Bc, p.N_k);
@@ -129,6 +130,7 @@ __global__ void __launch_bounds__(threads, 2) output_kernel(FwdParams p, const f
       }
     }
   }
+  // ---
 
   for (int r = 0; r < rows; r++) {
     for (int c = 0; c < dims; c++) {

@@ -108,11 +108,13 @@ __global__ void __launch_bounds__(threads, 2) online_softmax_kernel(FwdParams p,
         }
         l_tile = warp_sum(l_tile);
 
+        // --- the tile joins the row so far
         m_new[r] = fmaxf(m_old, m_tile);                                 // 11
         const float shift_new = m_new[r] == -INFINITY ? 0.f : m_new[r];  // has seen no key at all yet
         alpha[r] = expf(m_old - shift_new);
         beta[r] = expf(m_tile - shift_new);
         l_new[r] = alpha[r] * l_old[r] + beta[r] * l_tile;
+        // ---
       }
       __syncwarp();                       // P_smem is complete; all have read m and l, which lane 0 writes
 
@@ -126,12 +128,14 @@ __global__ void __launch_bounds__(threads, 2) online_softmax_kernel(FwdParams p,
       for (int r = 0; r < rows; r++) {
         const int row = i * Br + warp * rows + r;
         if (row >= p.N_q) continue;
+        // --- O_i of all keys so far
         for (int c = 0; c < dims; c++) {                                 // 8, 12: O_i from HBM and back
           const int k = lane + 32 * c;
           if (k >= d || l_new[r] == 0.f) continue;                       // O stays 0 until the row sees a key
           float* o = O + row * p.O.stride_n + k;
           *o = (l_old[r] * alpha[r] * *o + beta[r] * O_reg[r][c]) / l_new[r];
         }
+        // ---
         if (lane == 0) {                                                 // 13
           m[row] = m_new[r];
           l[row] = l_new[r];

@@ -65,8 +65,10 @@ __global__ void __launch_bounds__(threads, 3) flash2_kernel(FwdParams p) {
     l[r] = 0.f;
   }
 
+  // --- the number of keys to visit
   // causal: row q sees q + 1 + diagonal keys, and the tile's last row is (i + 1) * Br - 1
   const int keys = CAUSAL ? min(p.N_k, (i + 1) * Br + p.diagonal) : p.N_k;
+  // ---
   for (int j = 0; j * Bc < keys; j++) {                                  // 6
     __syncthreads();                      // all are done with the last tiles, which are now overwritten
     load_tile(K_smem, d + 1, p.K.head(b, h_kv), p.K.stride_n, j * Bc, Bc, p.N_k);   // 7
@@ -91,6 +93,7 @@ __global__ void __launch_bounds__(threads, 3) flash2_kernel(FwdParams p) {
         m_new = fmaxf(m_new, S_reg[r][c]);
       }
       m_new = warp_max(m_new);
+      // --- m, l and O follow the new maximum
       const float shift = m_new == -INFINITY ? 0.f : m_new;              // no key: -inf - -inf is NaN
       float l_tile = 0.f;
       for (int c = 0; c < cols; c++) {
@@ -102,6 +105,7 @@ __global__ void __launch_bounds__(threads, 3) flash2_kernel(FwdParams p) {
       l[r] = alpha * l[r] + warp_sum(l_tile);
       m[r] = m_new;
       for (int c = 0; c < dims; c++) O_reg[r][c] *= alpha;               // 10: e^(m - m_new) O
+      // ---
     }
     __syncwarp();                         // a warp reads only the rows of P that it wrote itself
 
@@ -116,11 +120,13 @@ __global__ void __launch_bounds__(threads, 3) flash2_kernel(FwdParams p) {
   for (int r = 0; r < rows; r++) {
     const int row = i * Br + warp * rows + r;
     if (row >= p.N_q) continue;
+    // --- O and L leave the registers
     for (int c = 0; c < dims; c++) {                                     // 12, 14
       const int k = lane + 32 * c;
       if (k < d) O[row * p.O.stride_n + k] = l[r] == 0.f ? 0.f : O_reg[r][c] / l[r];
     }
     if (lane == 0) p.L[(int64_t)bh * p.N_q + row] = l[r] == 0.f ? -INFINITY : m[r] + logf(l[r]);   // 13, 15
+    // ---
   }
 }
 

@@ -108,7 +108,9 @@ __device__ __forceinline__ void put_V(float* V_smem, const Pieces& next) {
 
 // Column c of row x of P_smem is at c ^ P_swap(x), so that the 8 float4s which a quarter of a warp stores at
 // a time, two in each of four rows, fall into different banks.
+// --- the swap
 __device__ __forceinline__ int P_swap(int x) { return x % 4 * 8; }
+// ---
 
 // Over the 8 lanes that share a row, which differ in the bits 0, 2 and 3 (lane8)
 __device__ __forceinline__ float max_of_8(float x) {
@@ -164,6 +166,7 @@ __global__ void __launch_bounds__(threads, blocks) vectorized_kernel(FwdParams p
   const int keys = CAUSAL ? min(p.N_k, (i + 1) * Br + p.diagonal) : p.N_k;
   for (int j = 0; j * Bc < keys; j++) {                                  // 6
     float S_reg[rows][cols] = {};                                        // 8: S_ij = Q_i K_j^T
+    // --- S_ij, from Q_smem and K_smem
     const float* Q_at = Q_smem;
     const float* K_at = K_smem;
     #pragma unroll (unroll_S)
@@ -178,6 +181,7 @@ __global__ void __launch_bounds__(threads, blocks) vectorized_kernel(FwdParams p
       Q_at += 8 * Br;
       K_at += 8 * Bc;
     }
+    // ---
     const bool masked = (j + 1) * Bc > p.N_k || (CAUSAL && (j + 1) * Bc - 1 > i * Br + p.diagonal);
     if (masked) {
       #pragma unroll
@@ -214,11 +218,13 @@ __global__ void __launch_bounds__(threads, blocks) vectorized_kernel(FwdParams p
       // The row of P_smem for key col_of(c). It is not col_of(c) itself: like this, x % 4 is known when the
       // loop over x below is unrolled, and with it P_swap(x).
       const int x = lane8() + c % 4 * 8 + c / 4 * 32;
+      // --- P, four numbers at a time
       #pragma unroll
       for (int r = 0; r < rows; r += 4) {
         store4(P_smem + x * Br + (row_of(r) ^ P_swap(lane8())),
                S_reg[r][c], S_reg[r + 1][c], S_reg[r + 2][c], S_reg[r + 3][c]);
       }
+      // ---
     }
 
     fetch<8>(next, V, p.V.stride_n, p.N_k - j * Bc);                     // 7

@@ -116,9 +116,11 @@ __global__ void __launch_bounds__(threads) mma_kernel(FwdParams p) {
 
   // The rows that this lane points ldmatrix to: lanes 0 to 7 to those of the first 8 x 8 matrix, and so on.
   // Q and V: upper left, lower left, upper right, lower right. K: in K^T that is how it is.
+  // --- row and column
   const int Q_row = lane % 16, Q_col = lane / 16 * 8;
   const int K_row = lane / 16 * 8 + lane % 8, K_col = lane / 8 % 2 * 8;
   const int V_row = Q_row, V_col = Q_col;
+  // ---
   uint32_t Q_reg[strips][width / 16][4];
   auto load_Q = [&](int k) {
     #pragma unroll
@@ -204,12 +206,15 @@ __global__ void __launch_bounds__(threads) mma_kernel(FwdParams p) {
       uint32_t P_reg[strips][4];
       #pragma unroll
       for (int s = 0; s < strips; s++) {
+        // --- from S to a fragment of P
         const float (&left)[4] = S_reg[s][2 * k], (&right)[4] = S_reg[s][2 * k + 1];
         P_reg[s][0] = pack<ELEMENT>(left[0], left[1]);
         P_reg[s][1] = pack<ELEMENT>(left[2], left[3]);
         P_reg[s][2] = pack<ELEMENT>(right[0], right[1]);
         P_reg[s][3] = pack<ELEMENT>(right[2], right[3]);
+        // ---
       }
+      // --- its product with V_j
       #pragma unroll
       for (int n = 0; n < width / 16; n++) {
         uint32_t V_reg[4];
@@ -218,6 +223,7 @@ __global__ void __launch_bounds__(threads) mma_kernel(FwdParams p) {
         for (int s = 0; s < strips; s++)
           mma_m16n16k16(O_reg[s][2 * n], O_reg[s][2 * n + 1], P_reg[s], V_reg);
       }
+      // ---
     }
   }                                                                      // 11
 

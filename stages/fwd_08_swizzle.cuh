@@ -46,7 +46,9 @@ constexpr int warps = Br / rows, threads = 32 * warps;
 constexpr bool Q_in_registers = strips * (width / 2 + Bc / 2 + width / 4) <= 192;
 
 // Where the element (row, col) of a tile is: pieces of 8 elements change places
+// --- its address
 __device__ __forceinline__ int at(int row, int col) { return row * pitch + (col ^ row % 8 * 8); }
+// ---
 
 // Copy rows [first, first + rows) of `matrix` to `tile`, by all threads of the block together, 8 elements (16
 // bytes) at a time. Rows from N on and columns from d on become zeros.

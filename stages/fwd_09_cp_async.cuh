@@ -151,9 +151,11 @@ __global__ void __launch_bounds__(threads, blocks) cp_async_kernel(FwdParams p, 
   #pragma unroll                                // two loops over j: tiles without and with a mask
   for (int masked = 0; masked < 2; masked++) {
     for (; j < (masked ? Tc : whole); j++) {                             // 6
+      // --- the head of a tile
       cp_async_wait<0>();
       __syncthreads();                          // K_j and V_j are there; and all are done with V_j-1
       const int here = j % buffers * Bc * pitch, next = (j + 1) % buffers * Bc * pitch;
+      // ---
       const uint32_t K_j = K_at + 2 * here, V_j = V_at + 2 * here;
       if (buffers == 1) {                       // V_j is not
         copy_tile(V_smem, V, p.V.stride_n, j * Bc, Bc, p.N_k);
@@ -178,11 +180,13 @@ __global__ void __launch_bounds__(threads, blocks) cp_async_kernel(FwdParams p, 
         cp_async_wait<0>();
         __syncthreads();                        // now it is; and all are done with K_j
       }
+      // --- the next tile is on its way
       if ((j + 1) * Bc < keys) {                // into the room of K_j-1 and V_j-1, or of K_j
         copy_tile(K_smem + next, K, p.K.stride_n, (j + 1) * Bc, Bc, p.N_k);         // 7
         if (buffers == 2) copy_tile(V_smem + next, V, p.V.stride_n, (j + 1) * Bc, Bc, p.N_k);
         cp_async_commit();
       }
+      // ---
 
       // Not 0: 0 times -inf is NaN. (In here, as it costs less than a register.)
       const float scale = fmaxf(fabsf(p.scale) * LOG2_E, 1.2e-38f);

@@ -3,11 +3,16 @@
 import contextlib
 import itertools
 import math
+import os
 import sys
 from pathlib import Path
 
 import pytest
-import torch
+
+if "PYTEST_XDIST_WORKER" in os.environ:  # the workers share the cores, and PyTorch's threads wait busily
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # for each other: test_forward took 4 times the CPU time
+
+import torch  # noqa: E402
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
@@ -22,6 +27,17 @@ from reference import (  # noqa: E402
 
 __all__ = ["max_error", "random_gradients", "random_qkv", "recomputed_gradients", "reference",
            "reference_gradients"]
+
+# Of these files any worker may run any test; of the others one worker runs a whole file. (The former come
+# last, when no whole file is left.)
+IN_PIECES = ("test_exercises.py", "test_mutants.py", "test_notebooks.py", "test_nvcc.py")
+
+
+def pytest_collection_modifyitems(items):
+    for item in items:
+        if item.path.name not in IN_PIECES:
+            item.add_marker(pytest.mark.xdist_group(item.path.name))
+
 
 DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
 

@@ -373,7 +373,7 @@ def test_peer_that_refuses(tmp_path, capsys):
     ("--inspect flash2 --stages naive", "not allowed with argument"),
     ("--inspect flash2 --markdown results/cpu/bench_fwd.json", "not allowed with argument"),
     ("--inspect flash2 --heads 12:5", "H a multiple of H_kv"),
-    ("--line fwd_01_naive.cuh:49", "--line: goes with --inspect"),
+    ("--line fwd_01_naive.cuh:50", "--line: goes with --inspect"),
 ])
 def test_bad_arguments(arguments, message, capsys, monkeypatch):
     monkeypatch.chdir(flash.ROOT)

@@ -600,10 +600,11 @@ SHAPES = [  # B, H, H_kv, N_q, N_k, d, causal, which of tile_sizes() (None: the 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("stage", BY_NAME)
 def test_no_finding_in_a_correct_stage(monkeypatch, stage, shape):
+    """Under the default schedule and a random one."""
     B, H, H_kv, N_q, N_k, d, causal, which, dtype = shape
     q, k, v = random_qkv(B, H, H_kv, N_q, N_k, d, "cpu", BY_NAME[stage].dtypes[dtype])
     tiles = {} if which is None else tile_sizes(BY_NAME[stage], d)[which]
-    for seed, copies in SCHEDULES:
+    for seed, copies in (SCHEDULES[0], SCHEDULES[1 + SHAPES.index(shape) % (len(SCHEDULES) - 1)]):
         set_schedule(monkeypatch, seed, copies)
         with flash.inspect() as report:
             o, lse = flash.attention(q, k, v, causal=causal, stage=stage, return_lse=True, **tiles)

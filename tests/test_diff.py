@@ -37,6 +37,7 @@ def test_leaves_out_the_header_and_what_is_far_from_a_change():
         if line.startswith("@"):
             number = int(re.search(r"now line (\d+)", line)[1])
             assert text[number - 1] == difference.lines[n + 1][1:]
+    assert not any(line.strip(" +-").startswith("// ---") for line in difference.lines)
     assert any("idea:" in line for line in flash.diff("mma", "swizzle", header=True).lines)
 
 

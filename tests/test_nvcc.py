@@ -57,10 +57,10 @@ def compile_stage(stage: flash.Stage, architecture: str, d: int, causal: bool, f
 @pytest.mark.parametrize("stage, deterministic, architecture", BUILDS)
 def test_compiles_without_spills(stage, deterministic, architecture, tmp_path):
     """No warning; every array in registers: no stack frame, no spilled byte. Of the fast stages, with all
-    the tiles that calls get there."""
+    the tiles that calls get there; and more cases for the GPU that they are measured on."""
     cases = [(64, True), (128, False), (256, True)]
     able = types_on(architecture, stage)
-    for d, causal in cases + [(64, False), (128, True)] * (stage.name in FAST):
+    for d, causal in cases + [(64, False), (128, True)] * (stage.name in FAST and architecture == "sm_90a"):
         dtype = able[-1] if d == 128 else able[0]
         if stage.name not in FAST:
             chosen = [stage.default_tiles(d, causal=causal)]

@@ -1,0 +1,274 @@
+"""The exercises: the reference passes; the blank is refused, and wrong answers are, for the right reason."""
+
+import csv
+import dataclasses
+import json
+import re
+import subprocess
+import sys
+
+import pytest
+
+import flash
+from tutorials.exercises import (
+    EXERCISES,
+    Change,
+    Exercise,
+    check_file,
+    find,
+    problem_of,
+)
+from tutorials.exercises import __main__ as cli
+from tutorials.exercises.exercise import code_lines, sections, with_sections
+from tutorials.exercises.grade import Refused, check_determinism, judge
+
+ONE = find(5)  # for what is the same in all of them
+
+
+@pytest.fixture(autouse=True)
+def on_the_cpu(monkeypatch):
+    monkeypatch.delenv("FLASH_SIM_SEED", raising=False)
+
+
+def judged(exercise: Exercise, text: str, folder):
+    file = folder / exercise.file_name
+    file.write_text(text)
+    return judge(exercise, file)
+
+
+# ------------------------------------------------------------------------------------ the catalog
+def test_the_catalog():
+    """At least twelve to write and six hunts, over all lessons and both passes."""
+    assert [e.number for e in EXERCISES] == list(range(1, len(EXERCISES) + 1))
+    assert len({e.name for e in EXERCISES}) == len(EXERCISES)
+    assert sum(not e.is_hunt for e in EXERCISES) >= 12 and sum(e.is_hunt for e in EXERCISES) >= 6
+    assert {e.lesson for e in EXERCISES if not e.is_hunt} == {f"{n:02}" for n in range(1, 10)}
+    assert {e.direction for e in EXERCISES if not e.is_hunt} == {"fwd", "bwd"}
+    for e in EXERCISES:
+        assert len(e.mutants) >= 3 - e.is_hunt and 2 <= len(e.hints) <= 4, e.number
+        assert e.is_hunt == bool(e.broken) == bool(e.answer) and e.specification.strip()
+
+
+def test_every_section_of_a_stage_is_an_exercise():
+    """And each begins and ends; their comments change nothing else."""
+    asked = {(e.path, title) for e in EXERCISES for title in e.sections}
+    there = {(s.path, title) for s in flash.stages() for title in sections(s.path.read_text())}
+    assert asked == there
+
+
+@pytest.mark.parametrize("exercise", EXERCISES, ids=lambda e: e.file_name[:-4])
+def test_the_learners_file(exercise):
+    """A stage like its reference, whose lines for the registry are the same; with the task and the hints."""
+    text, reference = exercise.learners_file(), exercise.path.read_text()
+    assert text.split("\n")[0] == reference.split("\n")[0]
+    assert f"{'BUG HUNT' if exercise.is_hunt else 'EXERCISE'} {exercise.number}: {exercise.title}" in text
+    assert text.count("#pragma region Hint") == text.count("#pragma endregion") == len(exercise.hints)
+    assert max(map(len, text.split("\n"))) <= 110
+    for title, answer in exercise.answers().items():
+        assert code_lines(answer) and not code_lines(sections(text)[title])
+    solved = exercise.solved()
+    assert code_lines(solved.split("#pragma once")[1].split("#pragma region")[0]) == code_lines(
+        reference.split("#pragma once")[1])
+    for change in exercise.broken:  # no comment that was not there says what is wrong
+        assert not re.search(r"//.*(bug|wrong|broken|missing|removed)", change.new)
+
+
+# ------------------------------------------------------------------------------------ verdicts
+@pytest.mark.parametrize("exercise", EXERCISES, ids=lambda e: e.file_name[:-4])
+def test_the_reference_passes(exercise, tmp_path):
+    verdict = judged(exercise, exercise.solved(), tmp_path)
+    assert verdict.passed, verdict.message
+    assert len(verdict.cases) == 5 + len(exercise.wide) and verdict.score
+    assert all(theirs == ours for theirs, ours in verdict.score.values())
+
+
+@pytest.mark.parametrize("exercise", EXERCISES, ids=lambda e: e.file_name[:-4])
+def test_the_file_as_given_is_refused(exercise, tmp_path):
+    verdict = judged(exercise, exercise.learners_file(), tmp_path)
+    assert not verdict.passed and verdict.reason == "not started"
+    assert ("Nothing is changed yet" if exercise.is_hunt else "Nothing is written yet") in verdict.message
+
+
+@pytest.mark.parametrize("exercise, mutant", [
+    pytest.param(e, m, id=f"{e.file_name[:-4]}-{n}") for e in EXERCISES for n, m in enumerate(e.mutants)])
+def test_a_wrong_answer_is_refused_for_the_right_reason(exercise, mutant, tmp_path):
+    text = exercise.learners_file() if exercise.is_hunt else exercise.solved()
+    for change in mutant.changes:
+        text = change.apply(text)
+    assert problem_of(exercise, text) is None  # it is run
+    verdict = judged(exercise, text, tmp_path)
+    assert not verdict.passed
+    assert re.search(mutant.reason, f"{verdict.reason}\n{verdict.message}", re.S), verdict.message
+
+
+def test_the_first_wrong_element(tmp_path):
+    """With its row, column and tile, where the others are, and the call."""
+    change = Change("m[r] = m_new;", "m[r] = m_new;\n      if (row == 70 && lane == 3) l[r] *= 2.f;")
+    verdict = judged(ONE, change.apply(ONE.solved()), tmp_path)
+    assert verdict.reason == "wrong result" and len(verdict.cases) == 1
+    assert re.search(r"O\[0, 0, 70, 3\] is -?[\d.e-]+, and should be -?[\d.e-]+ .*batch 0, head 0, row 70, "
+                     r"column 3, which is in tile i = 1 of Q \(rows 64 to 74\)", verdict.message)
+    assert "in rows 70 of all heads, columns 3, 35." in verdict.message
+    assert "(L is right.)" in verdict.message and "B=2 H=2 H_kv=1 N_q=75 N_k=139" in verdict.message
+
+
+def test_both_lines_of_a_race(tmp_path):
+    """Of the reader and of the writer, in the learner's file."""
+    change = Change("l_tile += P;", "l_tile += P_smem[(warp * rows + r) * Bc + (lane + 1) % 32 + 32 * c];")
+    text = change.apply(ONE.solved())
+    written, read = (next(n for n, line in enumerate(text.split("\n"), 1) if part in line)
+                     for part in ("+ lane + 32 * c] = P;", "(lane + 1) % 32"))
+    verdict = judged(ONE, text, tmp_path)
+    assert verdict.reason == "race" and "P_smem" in verdict.message
+    assert f"{ONE.file_name}:{written}" in verdict.message and f"{ONE.file_name}:{read}" in verdict.message
+
+
+def test_a_deadlock_names_its_barrier(tmp_path):
+    change = Change("m[r] = m_new;", "m[r] = m_new;\n      if (warp == 1) __syncthreads();")
+    text = change.apply(ONE.solved())
+    line = next(n for n, line in enumerate(text.split("\n"), 1) if "if (warp == 1)" in line)
+    verdict = judged(ONE, text, tmp_path)
+    assert verdict.reason in ("barrier", "deadlock")
+    assert f"{ONE.file_name}:{line}" in verdict.message and "__syncthreads" in verdict.message
+
+
+def test_compile_errors_name_the_learners_line(tmp_path):
+    change = Change("m[r] = m_new;", "m[r] = m_next;")
+    text = change.apply(ONE.solved())
+    line = next(n for n, line in enumerate(text.split("\n"), 1) if "m_next" in line)
+    verdict = judged(ONE, text, tmp_path)
+    assert verdict.reason == "does not compile"
+    assert f"{ONE.file_name}:{line}" in verdict.message and "m_next" in verdict.message
+
+
+@pytest.mark.parametrize("old, new, message", [
+    ("warps = 8", "warps = 4", "Something else than the blanks has changed.*warps = 8.*warps = 4"),
+    ("// types:   fp32", "// types:   fp32, fp16", "lines at the top of the file"),
+    ("      // --- m, l and O follow the new maximum\n", "", "has changed|is gone|not begun"),
+    ("size_t workspace_bytes", "// ---\nsize_t workspace_bytes", "Put them back as they were"),
+    ("#pragma once", '#include "fwd_04_flash2.cuh"\n#if 0\n#pragma once', "Something else.*#include"),
+    ("#pragma region Hint 1", "void more() {}\n#pragma region Hint 1", "Something else.*void more"),
+    ("    __syncthreads();                      // nobody", "    // \\\n    __syncthreads();  // nobody",
+     "Something else"),
+])
+def test_only_the_blanks_may_change(old, new, message, tmp_path):
+    text = Change(old, new).apply(ONE.solved())
+    verdict = judged(ONE, text, tmp_path)
+    assert verdict.reason == "changed" and re.search(message, verdict.message, re.S)
+
+
+def test_comments_and_empty_lines_may_change_everywhere(tmp_path):
+    text = ONE.solved().replace("  extern __shared__", "\n  // tiles in shared memory\n  extern __shared__")
+    assert problem_of(ONE, text) is None
+
+
+def test_a_hunt_keeps_its_tiles(tmp_path):
+    """With one tile of keys the bug of the first hunt would not show."""
+    hunt = next(e for e in EXERCISES if e.is_hunt)
+    text = re.sub(r"// tiles: .*", "// tiles:   Br=64 Bc=160", hunt.learners_file())
+    verdict = judged(hunt, text, tmp_path)
+    assert verdict.reason == "changed" and "tiles:" in verdict.message
+
+
+def test_other_bits_in_another_order():
+    """recompute adds to dQ by atomics."""
+    exercise = dataclasses.replace(find(11), stage="recompute", deterministic=False)
+    with pytest.raises(Refused) as refused:
+        check_determinism(exercise, flash.read_stage(exercise.path))
+    assert refused.value.args[0] == "not deterministic"
+    assert refused.value.args[1].startswith("dQ has other bits")
+
+
+def test_a_loop_without_an_end(tmp_path):
+    file = tmp_path / ONE.file_name
+    file.write_text(Change("m[r] = m_new;", "m[r] = m_new; for (;;) __syncwarp();").apply(ONE.solved()))
+    verdict = check_file(ONE, file, time_limit=15)
+    assert verdict.reason == "time limit" and "15 s" in verdict.message
+
+
+def test_code_that_ends_the_process(tmp_path):
+    file = tmp_path / ONE.file_name
+    file.write_text(Change("m[r] = m_new;", "m[r] = m_new; __builtin_trap();").apply(ONE.solved()))
+    verdict = check_file(ONE, file)
+    assert not verdict.passed and verdict.reason in ("error", "deadlock")
+    assert verdict.message
+
+
+# ------------------------------------------------------------------------------------ the command line
+def run(*arguments):
+    return cli.main([str(a) for a in arguments])
+
+
+def test_list(capsys, tmp_path):
+    assert run("list", "--folder", tmp_path) == 0
+    out = capsys.readouterr().out
+    assert all(f" {e.number} " in out for e in EXERCISES) and "bug hunt" in out
+    run("new", ONE.number, "--folder", tmp_path)
+    run("list", "4", "--folder", tmp_path)
+    out = capsys.readouterr().out
+    assert "begun" in out and EXERCISES[0].title not in out
+
+
+def test_new_never_overwrites(capsys, tmp_path):
+    assert run("new", ONE.number, "--folder", tmp_path / "mine") == 0
+    file = tmp_path / "mine" / ONE.file_name
+    assert "your code" in file.read_text() and f"check {ONE.number}" in capsys.readouterr().out
+    file.write_text("my work")
+    with pytest.raises(SystemExit):
+        run("new", ONE.number, "--folder", tmp_path / "mine")
+    assert file.read_text() == "my work"
+    assert "is left as it is" in " ".join(capsys.readouterr().err.split())
+
+
+def test_check_as_a_learner_does(tmp_path):
+    """From new to passed, by the commands, with JSON."""
+    command = [sys.executable, "-m", "tutorials.exercises"]
+    options = {"cwd": flash.ROOT, "capture_output": True, "text": True}
+    folder = ["--folder", str(tmp_path)]
+    subprocess.run([*command, "new", str(ONE.number), *folder], check=True, **options)
+    before = subprocess.run([*command, "check", str(ONE.number), *folder], **options)
+    assert before.returncode == 1 and "Nothing is written yet" in " ".join(before.stdout.split())
+    file = tmp_path / ONE.file_name
+    file.write_text(with_sections(file.read_text(), ONE.answers()))
+    after = subprocess.run([*command, "check", str(ONE.number), *folder, "--json"], **options)
+    verdict = json.loads(after.stdout)
+    assert after.returncode == 0 and verdict["passed"] and verdict["exercise"] == ONE.number
+    assert verdict["score"]["hbm"][0] == verdict["score"]["hbm"][1] > 0
+
+
+def test_a_whole_class(capsys, tmp_path):
+    """One row a file, also of those that fail; a student without files has none."""
+    for student, text in (("ada", ONE.solved()), ("bob", ONE.learners_file()), ("eve", None)):
+        (tmp_path / student).mkdir()
+        if text:
+            (tmp_path / student / ONE.file_name).write_text(text)
+    (tmp_path / "ada" / "notes.txt").write_text("nothing to check")
+    assert run("check", "--all", tmp_path) == 0
+    rows = list(csv.DictReader(open(tmp_path / "results.csv", newline="")))
+    assert [(row["student"], row["exercise"], row["passed"], row["reason"]) for row in rows] == [
+        ("ada", str(ONE.number), "1", ""), ("bob", str(ONE.number), "0", "not started")]
+    assert rows[0]["hbm"] == rows[0]["hbm of the reference"] != ""
+    assert "2 files, 1 passed" in " ".join(capsys.readouterr().out.split())
+
+
+def test_solution(capsys):
+    assert run("solution", ONE.number) == 0
+    assert "O_reg[r][c] *= alpha" in capsys.readouterr().out
+    hunt = next(e for e in EXERCISES if e.is_hunt)
+    run("solution", hunt.number)
+    out = " ".join(re.sub("[│╭╰─]", " ", capsys.readouterr().out).split())
+    assert " ".join(hunt.answer.split())[:40] in out
+
+
+@pytest.mark.parametrize("arguments, message", [
+    (("new", 99), "there is no exercise 99"),
+    (("list", "77"), "lesson 77 has no exercises"),
+    (("check",), "which exercise"),
+    (("check", 5, "--file", "nothing.cuh"), "is no file"),
+    (("check", "--all", "nowhere"), "is no folder"),
+    (("check", 5, "--all", "nowhere"), "a number, or --all"),
+])
+def test_refuses(arguments, message, capsys):
+    with pytest.raises(SystemExit):
+        run(*arguments)
+    assert message in " ".join(capsys.readouterr().err.split())

@@ -1,0 +1,94 @@
+"""The notebooks: each runs from a clean kernel, and what it shows is what is committed."""
+
+import re
+import time
+
+import pytest
+import torch
+
+nbclient = pytest.importorskip("nbclient", reason="nbclient, which jupyter brings, is missing")
+import nbformat  # noqa: E402
+
+import flash  # noqa: E402
+from tutorials import notebooks  # noqa: E402
+
+FILES = notebooks.notebooks()
+MOST_BYTES = 500_000
+
+
+def read(file):
+    return nbformat.read(file, as_version=4)
+
+
+def shown(cell) -> list[str]:
+    """What a cell puts out, as text; of a picture only that there is one, as fonts differ by machine, and of
+    a rounding error, such as 4e-07, nothing."""
+    texts = []
+    for output in cell.get("outputs", []):
+        if "text" in output:
+            texts.append(f"{output.name}: {output.text}")
+        elif "data" in output:
+            data = output["data"]
+            kind = next(k for k in ("image/png", "text/markdown", "text/html", "text/plain") if k in data)
+            texts.append(kind if kind == "image/png" else f"{kind}: {data[kind]}")
+        else:
+            texts.append(f"{output.output_type}: {output.get('ename')}")
+    return [re.sub(r"\d(\.\d+)?e-\d\d", "...", text) for text in texts]
+
+
+def test_there_is_one_for_each_lesson():
+    numbers = [file.name[:2] for file in FILES]
+    assert numbers == [f"{n:02}" for n in range(len(FILES))] and len(FILES) >= 10
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
+def test_is_as_committed(file):
+    """Executed again without a GPU, in less than two minutes; same text, same number of pictures."""
+    start = time.monotonic()
+    executed = notebooks.execute(file)
+    seconds = time.monotonic() - start
+    committed = read(file)
+    for old, new in zip(committed.cells, executed.cells, strict=True):
+        assert shown(old) == shown(new), f"run `python -m tutorials.notebooks {file.name[:2]}`"
+    assert seconds < notebooks.TIMEOUT_S
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+@pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
+def test_runs_on_a_gpu(file):
+    notebooks.execute(file, cpu=False)
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
+def test_is_fit_to_read(file):
+    """Small, with the badge and the setup cell; nothing on stderr, no traceback, no path of a machine."""
+    assert file.stat().st_size < MOST_BYTES
+    notebook, framed = read(file), notebooks.with_frame(read(file), file)
+    assert [cell.source for cell in notebook.cells] == [cell.source for cell in framed.cells], (
+        "run `python -m tutorials.notebooks --frame`")
+    text = file.read_text()
+    assert str(flash.ROOT) + "/" not in text and "/tmp/" not in text and "/home/" not in text
+    outputs = [output for cell in notebook.cells for output in cell.get("outputs", [])]
+    assert outputs and not [o for o in outputs if o.output_type == "error" or o.get("name") == "stderr"]
+    assert any("image/png" in o.get("data", {}) for o in outputs), "a lesson has a figure"
+    markdown = "\n".join(cell.source for cell in notebook.cells if cell.cell_type == "markdown")
+    answers = markdown.count("<details>")
+    assert answers == markdown.count("</details>") and 3 <= answers <= 8
+    for cell in notebook.cells:
+        for line in cell.source.splitlines():
+            assert cell.cell_type == "markdown" or len(line) <= 110, line
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
+def test_links_lead_somewhere(file):
+    for cell in read(file).cells:
+        if cell.cell_type == "markdown":
+            for target in re.findall(r"\]\(([^)#]+)[^)]*\)", cell.source):
+                if not target.startswith(("http://", "https://")):
+                    assert (file.parent / target).exists(), target
+
+
+def test_the_tool_refuses_unknown_lessons(capsys):
+    with pytest.raises(SystemExit):
+        notebooks.main(["77"])
+    assert "there is no lesson 77; there are 00, 01" in capsys.readouterr().err

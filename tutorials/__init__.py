@@ -1,0 +1,1 @@
+"""The lessons: notebooks in reading order, what they share, and the exercises."""

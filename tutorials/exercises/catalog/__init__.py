@@ -1,0 +1,8 @@
+"""What the exercises ask for, in the order of the lessons."""
+
+from ..exercise import Exercise
+from . import backward, forward, hunts, tensor_cores
+
+EXERCISES: list[Exercise] = sorted(
+    [*forward.EXERCISES, *backward.EXERCISES, *tensor_cores.EXERCISES, *hunts.EXERCISES],
+    key=lambda e: e.number)

@@ -1,0 +1,493 @@
+"""Bug hunts: stages that are broken on purpose, each by another kind of mistake."""
+
+from ..exercise import Change, Exercise, Mutant
+
+
+def changes(*pairs: tuple[str, str]) -> tuple[Change, ...]:
+    return tuple(Change(*pair) for pair in pairs)
+
+
+def paragraphs(text: str) -> str:
+    """Each in one line, for a terminal to wrap."""
+    return "\n\n".join(" ".join(part.split()) for part in text.strip().split("\n\n"))
+
+
+def unmended(reason: str) -> Mutant:
+    """The broken stage, with a change that changes nothing: what the checker says of the bug itself."""
+    change = ("size_t workspace_bytes(", "inline size_t workspace_bytes(")
+    return Mutant("nothing that matters", changes(change), reason)
+
+
+def mending(what: str, reason: str, *pairs: tuple[str, str]) -> Mutant:
+    """A change that does not mend it."""
+    return Mutant(what, changes(*pairs), reason)
+
+
+LOOK = """
+`check` runs a file once something in it has changed. To see the bug before that, in Python, from the
+repository's folder:
+
+  import torch, flash
+  from pathlib import Path
+"""
+
+EXERCISES = [
+    Exercise(
+        number=18, name="up_to_64_keys", title="Right up to 64 keys", lesson="02", direction="fwd",
+        stage="tiled",
+        specification=f"""
+A colleague writes: "With up to 64 keys O is right. With 65 or more it is wrong in many places;
+and by other amounts if I let the threads run in another order (FLASH_SIM_SEED=1, 2, ...). L is right in
+every call."
+{LOOK}  q, k, v = torch.randn(3, 1, 2, 128, 64)
+  with flash.inspect() as report:
+      flash.attention(q, k, v, stage=Path("mine/18_up_to_64_keys.cuh"))
+  print(report)
+
+Each finding names two lines that nothing orders.
+""",
+        hints=(
+            "Which of the three kernels is it? S, P and L are right, or else L would be wrong, too.",
+            "The report names a line that writes V_smem or P_smem and one that reads it. In which order do "
+            "two warps come to these lines, if one is a whole tile ahead of the other?",
+            "A barrier between two tiles: no warp may bring V_j+1 while another one still multiplies by "
+            "V_j. Which place in the loop has both lines on its two sides?"),
+        answer=paragraphs("""
+Two barriers are needed for a tile that is loaded again and again: one after loading, so that nobody reads
+before everybody has written, and one before the next loading, so that nobody writes before everybody has
+read. The second was gone. A warp that had finished its rows of O += P V_j went on to the next tile and
+overwrote V_smem, which others were still reading.
+
+With one tile there is nothing to overwrite: hence "up to 64 keys". That other orders of the threads give
+other numbers is the sign of a race. A right result is no sign that there is none: if the warps of a block
+happen to be in step, each has read a number before it is overwritten. A __syncwarp() mends half of it: a
+warp reads only its own rows of P_smem, but all of V_smem.
+
+The barrier can stand at the end of the loop as well: there it is in vain after the last tile, here before the
+first."""),
+        broken=changes((
+            "    __syncthreads();                      // all are done with the last tiles, which are now "
+            "overwritten\n"
+            "    load_tile(V_smem, d, p.V.head(b, h_kv), p.V.stride_n, j * Bc, Bc, p.N_k);",
+            "    load_tile(V_smem, d, p.V.head(b, h_kv), p.V.stride_n, j * Bc, Bc, p.N_k);")),
+        mutants=(
+            unmended(r"^race.*output_kernel.*V_smem|^race.*output_kernel.*smem"),
+            mending("a barrier of the warp: V_smem belongs to all warps", r"^race.*output_kernel",
+                    ("    load_tile(V_smem, d,", "    __syncwarp();\n    load_tile(V_smem, d,")),
+            mending("a fence orders a thread's own accesses, and waits for nobody", r"^race.*output_kernel",
+                    ("    load_tile(V_smem, d,", "    __threadfence_block();\n    load_tile(V_smem, d,")),
+            mending("the barrier after V_smem is overwritten: only P_smem is safe", r"^race.*output_kernel",
+                    ("j * Bc, Bc, p.N_k);\n    for (int r",
+                     "j * Bc, Bc, p.N_k);\n    __syncthreads();\n    for (int r")),
+        )),
+    Exercise(
+        number=19, name="lengths", title="Only multiples of 32", lesson="01", direction="fwd", stage="naive",
+        specification=f"""
+A colleague writes: "With 64, 96 or 128 keys O and L are right. With 65 keys O is wrong, and
+L is as large as 1e31 in places. With 139 keys Python itself ended: `free(): invalid
+next size`. I changed nothing but N_k."
+
+(So do not run this file in a session that you need. Under the checker it does no harm.)
+{LOOK}  q, k, v = torch.randn(1, 2, 75, 64), *torch.randn(2, 1, 2, 139, 64)
+  with flash.inspect() as report:
+      flash.attention(q, k, v, stage=Path("mine/19_lengths.cuh"))
+  print(report)
+
+The checker puts red zones around each head of Q, K, V and O, and knows the first and the last row of each.
+""",
+        hints=(
+            "Why multiples of 32? Look at the default tiles at the top of the file: how many threads have "
+            "nothing to do when Bc divides N_k?",
+            "The finding says which array, which index, and by how much it is past the end. Which variable "
+            "is that index, and which values may it have?",
+            "N_k keys have the numbers 0 to N_k - 1."),
+        answer=paragraphs("""
+`col > p.N_k` lets one column too many through: the keys are 0 to N_k - 1. If Bc divides N_k there is no
+thread with col == N_k, so the mistake shows only with a ragged last tile.
+
+The extra thread does two things. It reads K[N_k], which is the next head's first key, or memory that is
+nobody's. And it writes S[row][N_k], which is the place of S[row + 1][0]: the next row's first score is
+wrong, if this thread comes second. In the very last row it writes past the end of the scratch memory, which
+is how Python's own memory was damaged.
+
+How to find it: the checker's message has the array, the index and the line. Without it: try N = 31, 32, 33,
+and look which rows and columns are wrong."""),
+        broken=changes(("if (row >= p.N_q || col >= p.N_k) return;",
+                        "if (row >= p.N_q || col > p.N_k) return;")),
+        mutants=(
+            unmended(r"^out of bounds.*\bK\b"),
+            mending("more scratch memory, so that nothing is written past its end", r"^out of bounds.*\bK\b",
+                    ("return sizeof(float) * p.B * p.H * p.N_q * p.N_k; }",
+                     "return sizeof(float) * (p.B * p.H * p.N_q * p.N_k + 1); }")),
+            mending("the write is guarded, and the read is not", r"^out of bounds.*\bK\b",
+                    ("  S[((int64_t)bh * p.N_q + row) * p.N_k + col] = visible",
+                     "  if (col < p.N_k) S[((int64_t)bh * p.N_q + row) * p.N_k + col] = visible")),
+            mending("the read is guarded, and the write is not", r"^(race|out of bounds).*scores_kernel",
+                    ("K[col * p.K.stride_n + k]", "K[min(col, p.N_k - 1) * p.K.stride_n + k]")),
+            mending("the score is masked: it is written all the same",
+                    r"^(race|out of bounds).*scores_kernel",
+                    ("const bool visible = !CAUSAL || col <= row + p.diagonal;",
+                     "const bool visible = col < p.N_k && (!CAUSAL || col <= row + p.diagonal);")),
+        )),
+    Exercise(
+        number=20, name="stopped", title="Stopped at 75 rows", lesson="05", direction="bwd",
+        stage="recompute",
+        specification=f"""
+A colleague writes: "I made the backward pass a little faster for ragged lengths, by leaving out what need
+not be done. With 64 or 128 queries all gradients are right. With 75 the simulator stops, and shows a list
+of threads."
+{LOOK}  q, k, v = (x.requires_grad_() for x in torch.randn(3, 1, 2, 75, 64))
+  flash.attention(q, k, v, backward=Path("mine/20_stopped.cuh")).square().sum().backward()
+
+The message says which threads are where. Of how many rows are these threads, and which of them are past
+N_q?
+""",
+        hints=(
+            "Threads 64 to 255 are the warps 2 to 7. Which rows of the last tile of Q have they, if N_q is "
+            "75?",
+            "In a barrier all threads of the block wait for all. Which path through the loop does not lead "
+            "past one?",
+            "Make all threads pass the barrier. Then ask what else a warp has to do after it: whose keys "
+            "are in dK_reg and dV_reg? The header says it under \"The layout\"."),
+        answer=paragraphs("""
+A `continue` stood before a __syncthreads(): warps whose rows are all past N_q left the loop's body, and the
+others waited for them at the barrier. All threads of a block must reach the same barrier, or none. (The
+hardware does not report this: threads that have returned from the kernel are no longer waited for, or a
+barrier of the next turn of the loop is taken for this one. So on a GPU it may hang, or go on with numbers
+that are not there yet.)
+
+To move the `continue` after the barrier does not mend it. In S, dP and dQ a warp has rows of Q; but in dK
+and dV it has rows of K, its own Bc / 8 keys, for which it sums over all rows of the tile. A warp without a
+query still has keys.
+
+What may depend on the row is work that only this row needs, between two barriers: as in `if (row >= p.N_q)
+continue` in the loops over r."""),
+        broken=changes((
+            "      __syncthreads();                    // a warp now reads columns of P and dS, "
+            "which all warps wrote",
+            "      if (i * Br + warp * rows >= p.N_q) continue;\n"
+            "      __syncthreads();                    // a warp now reads columns of P and dS, "
+            "which all warps wrote"
+        )),
+        mutants=(
+            unmended(r"^(deadlock|barrier).*__syncthreads"),
+            mending("after the barrier: but these warps have keys, too", r"^wrong result.*dK",
+                    ("      if (i * Br + warp * rows >= p.N_q) continue;\n", ""),
+                    ("      for (int row = 0; row < Br; row++) {",
+                     "      if (i * Br + warp * rows >= p.N_q) continue;\n"
+                     "      for (int row = 0; row < Br; row++) {")),
+            mending("break instead", r"^(deadlock|barrier).*__syncthreads",
+                    ("if (i * Br + warp * rows >= p.N_q) continue;",
+                     "if (i * Br + warp * rows >= p.N_q) break;")),
+            mending("a barrier in the branch: another one than the others wait at",
+                    r"^(barrier|deadlock|wrong result)",
+                    ("if (i * Br + warp * rows >= p.N_q) continue;",
+                     "if (i * Br + warp * rows >= p.N_q) {\n"
+                     "        __syncthreads();\n        continue;\n      }")),
+            mending("no barrier at all", r"^race.*(P_smem|dS_smem|smem)",
+                    ("      if (i * Br + warp * rows >= p.N_q) continue;\n"
+                     "      __syncthreads();                    // a warp now reads",
+                     "      // a warp now reads")),
+        )),
+    Exercise(
+        number=21, name="another_dQ", title="Another dQ in every call", lesson="05", direction="bwd",
+        stage="recompute",
+        specification=f"""
+A colleague writes: "dK and dV are right, always. dQ is now NaN, now 3e+13, now wrong by a little; the same
+call twice gives two results. Once it was right, in a fresh process. I know that this stage is not
+deterministic; but in the last bits, not so."
+{LOOK}  q, k, v = (x.requires_grad_() for x in torch.randn(3, 1, 2, 64, 64))
+  with flash.inspect() as report:
+      flash.attention(q, k, v, backward=Path("mine/21_another_dQ.cuh")).square().sum().backward()
+  print(report)
+""",
+        hints=(
+            "dK and dV are written once, by `=`. How does a number get into dQ?",
+            "x += y reads x. Who has written dQ before the first block adds to it?",
+            "It must be done before the first block starts, that is by another kernel, one launched "
+            "earlier. Compare what stages/common/rowsum.cuh can do with how launch() calls it."),
+        answer=paragraphs("""
+Nobody set dQ to 0. Its memory comes from torch.empty, with what was there before: NaN, large numbers, or,
+in a fresh process, zeros. Each block adds its part to that.
+
+The result of one call says little here: zeros are the most likely old value. The checker knows for every
+byte whether it was written, and reports the first read of one that was not; and it fills new memory with
+NaN.
+
+launch_D_kernel clears dQ if its argument clear_dQ is true. A block of recompute_kernel cannot do it for its
+own tile: all blocks along the keys add to the same rows of dQ, and nothing orders blocks of one launch.
+Launches of one stream are ordered."""),
+        broken=changes(("launch_D_kernel(p, D, /*clear_dQ=*/true, stream);",
+                        "launch_D_kernel(p, D, false, stream);")),
+        mutants=(
+            unmended(r"^uninitialised.*\bdQ\b"),
+            mending("cleared by the first block of a head: others may be there before it",
+                    r"^(race|uninitialised|wrong result).*\bdQ\b",
+                    ("    for (int i = first_i; i < Tr; i++) {",
+                     "    for (int t = threadIdx.x; j == 0 && t < p.N_q * d; t += threads)\n"
+                     "      dQ[t / d * p.dQ.stride_n + t % d] = 0.f;\n"
+                     "    for (int i = first_i; i < Tr; i++) {")),
+            mending("= instead of +=", r"^(race|wrong result).*\bdQ\b",
+                    ("if (k < d) atomicAdd(dQ + row * p.dQ.stride_n + k, p.scale * dQ_reg[r][c]);",
+                     "if (k < d) dQ[row * p.dQ.stride_n + k] = p.scale * dQ_reg[r][c];")),
+            mending("cleared when all is done", r"^uninitialised.*\bdQ\b|^wrong result.*dQ",
+                    ("threads, bytes, stream>>>(p, D);",
+                     "threads, bytes, stream>>>(p, D);\n  launch_D_kernel(p, D, true, stream);")),
+        )),
+    Exercise(
+        number=22, name="two_heads", title="One head is right, two are not", lesson="03", direction="fwd",
+        stage="online_softmax",
+        specification=f"""
+A colleague writes: "B=1, H=1 is right for every length. With two heads both O and L are wrong, by other
+amounts in every run. If I let the simulator run one block at a time (FLASH_SIM_THREADS=1 python ...), all
+is right; so it must be the simulator." It is not.
+{LOOK}  q, k, v = torch.randn(3, 1, 2, 128, 64)
+  with flash.inspect() as report:
+      flash.attention(q, k, v, stage=Path("mine/22_two_heads.cuh"))
+  print(report)
+""",
+        hints=(
+            "A block is a head. What can one block do to another one? Which memory do both of them see?",
+            "The scratch memory holds m and l of all rows of all heads: 2 * B * H * N_q floats. Which part "
+            "of it belongs to head bh of the B * H?",
+            "Follow the index of each access from launch() to the line that the finding names. One pointer "
+            "is moved to this head's rows; look for the other one."),
+        answer=paragraphs("""
+Every head used the rows of l that belong to head 0: m is moved by bh * N_q, and l was not. Blocks of
+different heads overwrote each other's sums. m was right.
+
+"One head is right" says that heads meet somewhere. "One block at a time is right" says that they meet in
+memory that a block sets, uses and no longer needs afterwards; it does not say that the program is right: on
+a GPU as many blocks run at once as there is room for. The checker does not depend on luck here. It reports
+two blocks that access one address, one of them writing: blocks of a launch have no order, whatever the
+order was this time."""),
+        broken=changes(("  m += (int64_t)bh * p.N_q;\n  l += (int64_t)bh * p.N_q;",
+                        "  m += (int64_t)bh * p.N_q;")),
+        mutants=(
+            unmended(r"^race.*online_softmax_kernel.*\(m, l\).*block"),
+            mending("moved by the head, and not by the batch element", r"^race.*\(m, l\)",
+                    ("  m += (int64_t)bh * p.N_q;",
+                     "  m += (int64_t)bh * p.N_q;\n  l += (int64_t)h * p.N_q;")),
+            mending("moved by keys, not by rows", r"^(out of bounds|race).*\(m, l\)",
+                    ("  m += (int64_t)bh * p.N_q;",
+                     "  m += (int64_t)bh * p.N_q;\n  l += (int64_t)bh * p.N_k;")),
+            mending("by one row", r"^race.*\(m, l\)",
+                    ("  m += (int64_t)bh * p.N_q;", "  m += (int64_t)bh * p.N_q;\n  l += bh;")),
+            mending("a barrier: it orders the threads of one block", r"^race.*\(m, l\)",
+                    ("      l[row] = 0.f;\n    }\n  }\n",
+                     "      l[row] = 0.f;\n    }\n  }\n  __threadfence();\n  __syncthreads();\n")),
+        )),
+    Exercise(
+        number=23, name="slow", title="Right, but slow", lesson="04", direction="fwd", stage="flash2",
+        specification=f"""
+A colleague writes: "I tidied flash2 up, and removed an odd number. All results are the same, bit by bit.
+But now it takes much longer on a GPU; HBM traffic and the number of multiplications are what they were."
+{LOOK}  q, k, v = torch.randn(3, 1, 2, 128, 64)
+  with flash.inspect() as report:
+      flash.attention(q, k, v, stage=Path("mine/23_slow.cuh"))
+  print(report)
+
+The report lists the accesses to shared memory by line, with their wavefronts and the least possible number
+of them. report.plot("lanes.png", line="23_slow.cuh:NN"), with the number of a line, draws which lane reads
+which bank.
+""",
+        hints=(
+            "A wavefront serves 32 banks of 4 bytes, one number of each. Which line takes many times the "
+            "least possible number?",
+            "In that line lane t reads row t of the tile, and all lanes the same column k. Which bank is "
+            "K_smem[t * pitch + k] in, if the pitch is 64? If it is 40?",
+            "Two rows are in different banks for all 32 lanes if the pitch is odd. More memory must then be"
+            " asked for, and what comes after K_smem must move."),
+        answer=paragraphs("""
+K's rows lay d floats apart. In Q K^T the lanes read the same k of 32 rows: addresses t * d + k. With d = 64
+all of these are in one bank of the 32, and the load takes 32 wavefronts instead of one. With rows d + 1
+apart the banks are t * (d + 1) + k mod 32, and as d + 1 is odd, they are all different.
+
+The padding has four places: where the tile is loaded, where it is read, where the next array begins, and
+how many bytes the launch asks for. If one of them is forgotten, the result is wrong or the checker reports
+a race between two arrays. (`shared:` at the top of the file counted it all the time.)
+
+Such a bug shows in no test of results. It shows in wavefronts, here or in a GPU's profiler."""),
+        broken=changes(
+            ("// Bc x d, rows d + 1 apart\n  float* V_smem = K_smem + Bc * (d + 1);",
+             "// Bc x d\n  float* V_smem = K_smem + Bc * d;"),
+            ("load_tile(K_smem, d + 1, p.K", "load_tile(K_smem, d, p.K"),
+            ("K_smem[(lane + 32 * c) * (d + 1) + k]", "K_smem[(lane + 32 * c) * d + k]"),
+            ("Br * d + Bc * (d + 1) + Bc * d + Br * Bc", "Br * d + 2 * Bc * d + Br * Bc")),
+        score=("wavefronts",), at_most={"wavefronts": 1.05},
+        mutants=(
+            unmended(r"^bank conflicts.*wavefronts"),
+            mending("an even pitch: two lanes a bank", r"^bank conflicts",
+                    ("V_smem = K_smem + Bc * d;", "V_smem = K_smem + Bc * (d + 2);"),
+                    ("load_tile(K_smem, d, p.K", "load_tile(K_smem, d + 2, p.K"),
+                    ("K_smem[(lane + 32 * c) * d + k]", "K_smem[(lane + 32 * c) * (d + 2) + k]"),
+                    ("Br * d + 2 * Bc * d + Br * Bc", "Br * d + Bc * (d + 2) + Bc * d + Br * Bc")),
+            mending("V_smem does not move: K's last rows are in it", r"^race.*smem",
+                    ("load_tile(K_smem, d, p.K", "load_tile(K_smem, d + 1, p.K"),
+                    ("K_smem[(lane + 32 * c) * d + k]", "K_smem[(lane + 32 * c) * (d + 1) + k]"),
+                    ("Br * d + 2 * Bc * d + Br * Bc", "Br * d + Bc * (d + 1) + Bc * d + Br * Bc")),
+            mending("no memory is asked for", r"^out of bounds.*smem",
+                    ("V_smem = K_smem + Bc * d;", "V_smem = K_smem + Bc * (d + 1);"),
+                    ("load_tile(K_smem, d, p.K", "load_tile(K_smem, d + 1, p.K"),
+                    ("K_smem[(lane + 32 * c) * d + k]", "K_smem[(lane + 32 * c) * (d + 1) + k]")),
+            mending("stored with a pitch, read without", r"^(wrong result|race|uninitialised)",
+                    ("V_smem = K_smem + Bc * d;", "V_smem = K_smem + Bc * (d + 1);"),
+                    ("load_tile(K_smem, d, p.K", "load_tile(K_smem, d + 1, p.K"),
+                    ("Br * d + 2 * Bc * d + Br * Bc", "Br * d + Bc * (d + 1) + Bc * d + Br * Bc")),
+        )),
+    Exercise(
+        number=24, name="no_saving", title="The mask saves nothing", lesson="04", direction="fwd",
+        stage="flash2",
+        specification=f"""
+A colleague writes: "flash2 with a causal mask is right. But it takes as long as without one, and asks as
+many bytes of HBM. The header says: about half of K's and V's."
+{LOOK}  q, k, v = torch.randn(3, 1, 2, 256, 64)
+  for causal in (False, True):
+      with flash.inspect() as report:
+          flash.attention(q, k, v, causal=causal, stage=Path("mine/24_no_saving.cuh"))
+      print(report.hbm)
+
+It must stay right for every N_q and N_k: the query of row q sees the keys up to q + p.diagonal, and with
+more queries than keys p.diagonal is negative.
+""",
+        hints=(
+            "Draw S with 4 x 4 tiles and the mask. Which tiles does block i compute, and which of them need"
+            " not be?",
+            "A tile j is of use if the tile's last row sees the tile's first key.",
+            "The rows of tile i are i * Br to (i + 1) * Br - 1. The last of them sees the keys 0 to (i + 1)"
+            " * Br - 1 + p.diagonal. So how many are these, and can there be more than N_k, or fewer than "
+            "one?",
+            "All threads of the block must come to the same barriers: let the end of the loop over j be the"
+            " same for all of them."),
+        answer=paragraphs("""
+The loop went over all keys. Tiles that no row of this block sees were loaded, multiplied, and masked away:
+the result is right, as e^-inf is 0, and half of the work is in vain.
+
+The end of the loop is keys = min(N_k, (i + 1) * Br + diagonal): what the tile's last row sees. It may be 0
+or less: then the loop does nothing, and O is 0, as it must be for rows that see no key. It depends on the
+block only, so that all of its threads come to the same barriers. A `continue` after the loading saves the
+multiplications, but not the traffic; a `break` that depends on the warp leaves the others at a barrier.
+
+Such a bug shows in the HBM traffic of a causal call beside that of a call without a mask."""),
+        broken=changes(
+            ("  // causal: row q sees q + 1 + diagonal keys, and the tile's last row is (i + 1) * Br - 1\n"
+             "  const int keys = CAUSAL ? min(p.N_k, (i + 1) * Br + p.diagonal) : p.N_k;",
+             "  const int keys = p.N_k;")),
+        score=("hbm",), at_most={"hbm": 1.05}, causal_score=True,
+        mutants=(
+            unmended(r"^too much traffic"),
+            mending("skipped after it is loaded", r"^too much traffic",
+                    ("    float S_reg[rows][cols] = {};",
+                     "    if (CAUSAL && j * Bc >= (i + 1) * Br + p.diagonal) continue;\n"
+                     "    float S_reg[rows][cols] = {};")),
+            mending("the end is another one in each warp", r"^(barrier|deadlock)",
+                    ("    __syncthreads();                      // all are done",
+                     "    if (CAUSAL && j * Bc >= i * Br + (warp + 1) * rows + p.diagonal) break;\n"
+                     "    __syncthreads();                      // all are done")),
+            mending("the diagonal is left out", r"^wrong result",
+                    ("const int keys = p.N_k;",
+                     "const int keys = CAUSAL ? min(p.N_k, (i + 1) * Br) : p.N_k;")),
+            mending("what the first row sees, not the last", r"^wrong result",
+                    ("const int keys = p.N_k;",
+                     "const int keys = CAUSAL ? min(p.N_k, i * Br + 1 + p.diagonal) : p.N_k;")),
+            mending("without a mask, too", r"^wrong result",
+                    ("const int keys = p.N_k;", "const int keys = min(p.N_k, (i + 1) * Br + p.diagonal);")),
+        )),
+    Exercise(
+        number=25, name="sixteen_keys", title="Right up to 16 keys", lesson="06", direction="fwd",
+        stage="vectorized",
+        specification=f"""
+A colleague writes: "O and L are wrong in nearly every row, the same in every run. But if I multiply q by 0,
+so that all scores are equal, both are right; with q times 0.01 they are nearly right. And with 16 keys or
+fewer they are right, with 17 they are not. The checker finds nothing."
+
+So print. In the kernel, where m_new is complete, for the lanes that have row 0:
+
+  if (blockIdx.x == 0 && threadIdx.x < 32 && j == 0 && row_of(r) == 0)
+    printf("lane %2d: %f\\n", threadIdx.x, m_new);
+{LOOK}  q, k, v = torch.randn(3, 1, 1, 64, 64)
+  flash.attention(q, k, v, stage=Path("mine/25_sixteen_keys.cuh"))
+""",
+        hints=(
+            "All lanes that share a row must agree on something about that row. Do they?",
+            "The picture of a warp as 4 x 8 lanes is in stages/common/vector.cuh. Which lanes have row 0? "
+            "Write their numbers in binary.",
+            "__shfl_xor_sync(..., x, distance) gives a lane what lane ^ distance has. After the distances "
+            "1, 2 and 4 a lane has combined the numbers of which 8 lanes?"),
+        answer=paragraphs("""
+The maximum was taken over the lanes that differ in the bits 0, 1 and 2 of their number. But a row's lanes
+are 0, 1, 4, 5, 8, 9, 12, 13 for row 0: they differ in the bits 0, 2 and 3 (common/vector.cuh). So lanes 0,
+1, 4, 5 had another maximum than 8, 9, 12, 13, with another row's numbers in it.
+
+Which maximum is subtracted does not matter, as it cancels in O / l and in m + log(l); but all lanes of a
+row must subtract the same one. So equal scores are right. And with up to 16 keys only the lanes without bit
+3 have any, and these four agree.
+
+Nothing is read or written that should not be, so the checker sees nothing. Numbers show it: print what the
+lanes of one row have."""),
+        broken=changes(
+            ("// Over the 8 lanes that share a row, which differ in the bits 0, 2 and 3 (lane8)\n",
+             "// Over the 8 lanes that share a row\n"),
+            ("for (int distance : {1, 4, 8}) x = fmaxf(", "for (int distance : {1, 2, 4}) x = fmaxf(")),
+        mutants=(
+            unmended(r"^wrong result"),
+            mending("the sum over the same lanes as the maximum", r"^wrong result",
+                    ("for (int distance : {1, 4, 8}) x += ", "for (int distance : {1, 2, 4}) x += ")),
+            mending("the bits of the lanes 0 to 7, moved by one", r"^wrong result",
+                    ("for (int distance : {1, 2, 4}) x = fmaxf(",
+                     "for (int distance : {2, 4, 8}) x = fmaxf(")),
+            mending("two of the three bits", r"^wrong result",
+                    ("for (int distance : {1, 2, 4}) x = fmaxf(", "for (int distance : {1, 4}) x = fmaxf(")),
+        )),
+    Exercise(
+        number=26, name="second_tile", title="NaN from the second tile on", lesson="09", direction="fwd",
+        stage="cp_async",
+        specification=f"""
+A colleague writes: "With up to 64 keys all is right. With more, O and L are NaN in the simulator; with
+FLASH_SIM_COPIES=early they are right. So I do not know whether it is right or not."
+
+FLASH_SIM_COPIES says when an asynchronous copy is made: as late as it may be (the default), or where it
+starts (early).
+{LOOK}  q, k, v = torch.randn(3, 1, 2, 128, 64, dtype=torch.bfloat16)
+  with flash.inspect() as report:
+      flash.attention(q, k, v, stage=Path("mine/26_second_tile.cuh"))
+  print(report)
+""",
+        hints=(
+            "What has brought the first tile, and what brings the second one? Where is each waited for?",
+            "cp.async goes on while the thread does. Before anybody reads K_j, two things must have "
+            "happened: this thread's copies are complete, and so are everybody else's.",
+            "cp_async_wait<n>() waits for this thread's copies, but for the last n groups. A barrier makes "
+            "that hold for all threads. In which order do these two come?"),
+        answer=paragraphs("""
+cp_async_wait<0>() was missing at the head of the loop. The copies of tile j start in the turn before, and
+nobody waited for them; only the first tile has a wait of its own, before the loop.
+
+A barrier is no wait for copies: it makes threads wait for threads. And cp_async_wait is no barrier: it
+waits for the copies that this thread has started. So the order is: wait, then the barrier; after both,
+everybody's copies are there. With the barrier first, a thread can read what another one's copy has not
+brought yet.
+
+A run that is right shows nothing: the copies may have been quick. The simulator makes them as late as it
+may, and the checker reports each read of a place to which a copy is under way."""),
+        broken=changes(
+            ("      cp_async_wait<0>();\n"
+             "      __syncthreads();                          // K_j and V_j are there; and all are "
+             "done with V_j-1",
+             "      __syncthreads();                          // all are done with V_j-1")),
+        mutants=(
+            unmended(r"^race.*(cp\.async|copy|asynchronous)"),
+            mending("the barrier first: the copies of others may be under way",
+                    r"^race.*(cp\.async|copy|asynchronous)",
+                    ("done with V_j-1\n", "done with V_j-1\n      cp_async_wait<0>();\n")),
+            mending("all groups but the last one, and there is only one",
+                    r"^race.*(cp\.async|copy|asynchronous)",
+                    ("      __syncthreads();                          // all are",
+                     "      cp_async_wait<1>();\n"
+                     "      __syncthreads();                          // all are")),
+            mending("a fence is no wait", r"^race.*(cp\.async|copy|asynchronous)",
+                    ("      __syncthreads();                          // all are",
+                     "      __threadfence_block();\n"
+                     "      __syncthreads();                          // all are")),
+        )),
+]

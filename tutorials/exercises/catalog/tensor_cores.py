@@ -1,0 +1,296 @@
+"""Exercises over registers, tensor cores and copies: lessons 06 to 09."""
+
+from ..exercise import Change, Exercise, Mutant
+
+
+def wrong(what: str, reason: str, *changes: tuple[str, str]) -> Mutant:
+    return Mutant(what, tuple(Change(*change) for change in changes), reason)
+
+
+LARGE = {"Br": 128, "Bc": 64}  # 8 x 8 numbers of S a thread
+
+OUTER_PRODUCT = "add_outer_product<(cols < rows)>(S_reg, query, key);"
+
+EXERCISES = [
+    Exercise(
+        number=12, name="register_tile", title="A tile of S in registers", lesson="06", direction="fwd",
+        stage="vectorized", sections=("S_ij, from Q_smem and K_smem",), tiles=LARGE, score=("wavefronts",),
+        at_most={"wavefronts": 1.05},
+        specification="""
+Compute S_ij = Q_i K_j^T, scaled already, as Q_smem is. S_reg[r][c] is 0, and must become the product of row
+row_of(r) of Q_i with key col_of(c): the sum over all d columns k. Here a thread has 8 x 8 of them.
+
+Both tiles lie transposed: Q_smem is d x Br and K_smem is d x Bc, so that a row holds one k. Row and key are
+not quite where you expect them. At k, column x is at
+
+  x ^ swap_of(k)
+
+A thread's rows come in fours, 16 apart, and its keys in fours, 32 apart: look at row_of and col_of. Use
+load() and add_outer_product() of stages/common/vector.cuh: for each k four float4s and 64 multiplications.
+Number by number the result is right, too, but shared memory needs many more wavefronts, and that is refused.
+""",
+        hints=(
+            "One k gives an outer product: 8 numbers of Q, 8 numbers of K, each with each. What stays the "
+            "same over all k, and which array adds up?",
+            "load(to, row, first, step, swap): `row` is where the row of one k starts, `first` this "
+            "thread's first row or key, `step` how far its second four is from the first. first_row and "
+            "first_col are there.",
+            "For k from 0 to d - 1: load(query, Q_smem + k * Br, first_row, 16, swap_of(k)); the keys "
+            "likewise; then the outer product is added to S_reg. The reference takes 8 k at a time, "
+            "unrolled, so that swap_of(k) is known to the compiler."),
+        mutants=(
+            wrong("the keys without the swap", r"^wrong result.*K_smem is read without the swap",
+                  ("load(key, K_at + k * Bc, first_col, 32, swap_of(k));",
+                   "load(key, K_at + k * Bc, first_col, 32);")),
+            wrong("the queries without the swap", r"^wrong result.*Q_smem is read without the swap",
+                  ("load(query, Q_at + k * Br, first_row, 16, swap_of(k));",
+                   "load(query, Q_at + k * Br, first_row, 16);")),
+            wrong("both without it", r"^wrong result.*Q_smem and K_smem are read without the swap",
+                  ("load(query, Q_at + k * Br, first_row, 16, swap_of(k));",
+                   "load(query, Q_at + k * Br, first_row, 16);"),
+                  ("load(key, K_at + k * Bc, first_col, 32, swap_of(k));",
+                   "load(key, K_at + k * Bc, first_col, 32);")),
+            wrong("the step of the rows for the keys", r"^wrong result.*16 apart: they are 32 apart",
+                  ("load(key, K_at + k * Bc, first_col, 32, swap_of(k));",
+                   "load(key, K_at + k * Bc, first_col, 16, swap_of(k));")),
+            wrong("the first 8 k only", r"^wrong result.*first 8 columns",
+                  ("      Q_at += 8 * Br;\n      K_at += 8 * Bc;\n", "")),
+            wrong("query and key exchanged", r"^wrong result.*query and key have changed places",
+                  (OUTER_PRODUCT, "add_outer_product<(cols < rows)>(S_reg, key, query);")),
+            wrong("number by number", r"^too much traffic.*wavefronts",
+                  ("load(query, Q_at + k * Br, first_row, 16, swap_of(k));",
+                   "for (int r = 0; r < rows; r++) query[r] = Q_at[k * Br + (row_of(r) ^ swap_of(k))];"),
+                  ("load(key, K_at + k * Bc, first_col, 32, swap_of(k));",
+                   "for (int c = 0; c < cols; c++) key[c] = K_at[k * Bc + (col_of(c) ^ swap_of(k))];")),
+        )),
+    Exercise(
+        number=13, name="P_store", title="P to shared memory without bank conflicts", lesson="06",
+        direction="fwd", stage="vectorized", sections=("the swap", "P, four numbers at a time"), tiles=LARGE,
+        score=("wavefronts",), at_most={"wavefronts": 1.02},
+        specification="""
+P_smem is Bc x Br, transposed: a row holds one key. This thread has made P of its rows and keys, in
+S_reg[r][c]. Its c-th key goes to row x of P_smem, which is given. Its rows of Q are columns there, row_of(r)
+for the r-th, and come in fours side by side: store them four at a time, with store4
+(stages/common/vector.cuh).
+
+Stored plainly, rows of P_smem are Br floats apart, a multiple of 32 banks: so the same column of all rows is
+in one bank. 16 bytes a lane are stored in four wavefronts, a quarter of the lanes in each: 8 lanes, of which
+two share a row x and have float4s side by side, in four rows one after the other. That is a 4-way conflict.
+So columns change places:
+
+  column c of row x of P_smem is at c ^ P_swap(x)
+
+Write the function P_swap(int x), with its first line, so that these 8 float4s fall into different banks; and
+the store. P_swap(x) may depend on x % 8 only: the loop that reads P calls it with that, and x % 8 is lane8()
+here. The result must be a multiple of 4 and less than 32. (Why?)
+""",
+        hints=(
+            "32 banks are room for 8 float4s. Two of a row are side by side: 32 bytes, or 8 banks. How far "
+            "must the next row move them?",
+            "Rows x = 0, 1, 2, 3 need four different places for their 8 banks: 0, 8, 16 and 24.",
+            "__device__ __forceinline__ int P_swap(int x) { return ...; }: x % 4 tells the four rows apart.",
+            "The store goes to P_smem + x * Br + (row_of(r) ^ P_swap(lane8())), for r = 0, 4, ... below "
+            "`rows`. ^ binds less than +: it needs the parentheses."),
+        mutants=(
+            wrong("no swap", r"^bank conflicts.*P_smem", ("return x % 4 * 8;", "return 0;")),
+            wrong("a swap by 4 columns only", r"^bank conflicts.*P_smem",
+                  ("return x % 4 * 8;", "return x % 4 * 4;")),
+            wrong("every other row only", r"^bank conflicts.*P_smem",
+                  ("return x % 4 * 8;", "return x % 2 * 8;")),
+            wrong("columns, not groups of them", r"^misaligned", ("return x % 4 * 8;", "return x % 4;")),
+            wrong("a multiple of 32 banks", r"^bank conflicts.*P_smem",
+                  ("return x % 4 * 8;", "return x % 2 * 32;")),
+            wrong("a plain store", r"^wrong result.*c \^ P_swap",
+                  ("store4(P_smem + x * Br + (row_of(r) ^ P_swap(lane8())),",
+                   "store4(P_smem + x * Br + row_of(r),")),
+            wrong("the first four only", r"^uninitialised.*P_smem",
+                  ("for (int r = 0; r < rows; r += 4) {\n        store4(P_smem",
+                   "for (int r = 0; r < 4; r += 4) {\n        store4(P_smem")),
+            wrong("number by number", r"^bank conflicts.*P_smem",
+                  ("store4(P_smem + x * Br + (row_of(r) ^ P_swap(lane8())),\n"
+                   "               S_reg[r][c], S_reg[r + 1][c], S_reg[r + 2][c], S_reg[r + 3][c]);",
+                   "for (int n = 0; n < 4; n++) P_smem[x * Br + (row_of(r + n) ^ P_swap(lane8()))] = "
+                   "S_reg[r + n][c];")),
+        )),
+    Exercise(
+        number=14, name="ldmatrix", title="Where lanes point ldmatrix to", lesson="07", direction="fwd",
+        stage="mma", sections=("row and column",), score=("wavefronts",),
+        specification="""
+ldmatrix_x4 brings four matrices of 8 x 8 elements. Lane 8 * i + r of the warp points to row r of matrix i,
+and register i then holds matrix i, as the header draws a[0]. Give each lane its row and column within a block
+of 16 x 16 in shared memory:
+
+  Q_row, Q_col      a block of Q_smem, 16 rows of queries x 16 columns of k: A, registers a[0] to a[3]
+  K_row, K_col      a block of K_smem, 16 keys x 16 columns of k
+  V_row, V_col      a block of V_smem, 16 keys x 16 columns of O; each 8 x 8 is transposed on the way
+
+K_reg and V_reg are the b of mma_m16n16k16 (stages/common/mma.cuh): its registers 0 and 1 are b[0] and b[1] of
+the left 8 columns of B, 2 and 3 those of the right 8. B is K^T in the one product, and V in the other.
+""",
+        hints=(
+            "Draw 16 x 16 as four blocks of 8 x 8 and write 0 to 3 into them: which one is register 0, 1, "
+            "2, 3? lane / 8 says which block this lane points to, lane % 8 the row within it.",
+            "A: a[1] is below a[0], a[2] to its right. So lanes 0 to 15 point to the rows 0 to 15 of the "
+            "left half, lanes 16 to 31 to those of the right half.",
+            "B = K^T has the 8 columns of k upright that lie in a row of K. b[0] and b[1] are k 0 to 7 and "
+            "k 8 to 15 of the same 8 keys: in K_smem side by side.",
+            "B = V has its rows where V_smem has them: b[0] and b[1] are keys 0 to 7 and 8 to 15: in V_smem "
+            "below each other, as in Q_smem."),
+        mutants=(
+            wrong("Q as K: a[1] taken for upper right", r"^wrong result.*16 x 16 of Q two blocks",
+                  ("const int Q_row = lane % 16, Q_col = lane / 16 * 8;",
+                   "const int Q_row = lane / 16 * 8 + lane % 8, Q_col = lane / 8 % 2 * 8;"),
+                  ("const int V_row = Q_row, V_col = Q_col;",
+                   "const int V_row = lane % 16, V_col = lane / 16 * 8;")),
+            wrong("K as Q", r"^wrong result.*16 x 16 of K two blocks",
+                  ("const int K_row = lane / 16 * 8 + lane % 8, K_col = lane / 8 % 2 * 8;",
+                   "const int K_row = lane % 16, K_col = lane / 16 * 8;")),
+            wrong("V as K", r"^wrong result.*16 x 16 of V two blocks",
+                  ("const int V_row = Q_row, V_col = Q_col;", "const int V_row = K_row, V_col = K_col;")),
+            wrong("as if two matrices were asked for", r"^wrong result.*the last 8 are the first 8",
+                  ("const int K_row = lane / 16 * 8 + lane % 8, K_col = lane / 8 % 2 * 8;",
+                   "const int K_row = lane % 8, K_col = lane / 8 % 2 * 8;")),
+            wrong("to the elements that the lane gets", r"^error.*multiple of 16 bytes",
+                  ("const int Q_row = lane % 16, Q_col = lane / 16 * 8;",
+                   "const int Q_row = group, Q_col = pair;")),
+        )),
+    Exercise(
+        number=15, name="P_fragment", title="P stays in registers", lesson="07", direction="fwd", stage="mma",
+        sections=("from S to a fragment of P", "its product with V_j"), score=("wavefronts",),
+        specification="""
+S_reg holds P~ by now, in floats: S_reg[s][n] is this lane's part of strip s and of the keys 8 n to 8 n + 7,
+laid out as D (header). Add P~_ij V_j to O_reg, 16 keys at a time: step k is about the keys 16 k to 16 k + 15.
+
+First blank: P_reg[s], the A of 16 x 16 for strip s and step k: from two tiles of S_reg, without shuffles.
+pack<ELEMENT>(x, y) rounds two neighbours of a row and puts them into one register, the left one, x, in its
+lower half.
+
+Second blank: for each 16 columns of O, n = 0, 1, ..., width / 16 - 1, get the block of V_smem that belongs to
+k and n with one ldmatrix, by at(), V_row and V_col, and multiply all strips with it: mma_m16n16k16
+(stages/common/mma.cuh) takes the left and the right half of a block of O_reg, which are two tiles of 8
+columns.
+""",
+        hints=(
+            "Which two tiles of S, 8 columns wide, are columns 16 k to 16 k + 15 of P?",
+            "Compare D and A in the header, for lane 0: d[0] and d[1] stand where a[0] has its two "
+            "elements. Where do d[2] and d[3] stand?",
+            "a[0] and a[1] come from the tile 2 * k, upper and lower half; a[2] and a[3] from the tile 2 * "
+            "k + 1.",
+            "V: rows are keys, so the block starts at row 16 * k and column 16 * n of V_smem. A column of B "
+            "crosses V's rows: ldmatrix_x4_trans. shared_address() turns a pointer into what it wants."),
+        mutants=(
+            wrong("a[1] taken for upper right", r"^wrong result.*16 x 16 of P two blocks",
+                  ("P_reg[s][1] = pack<ELEMENT>(left[2], left[3]);",
+                   "P_reg[s][2] = pack<ELEMENT>(left[2], left[3]);"),
+                  ("P_reg[s][2] = pack<ELEMENT>(right[0], right[1]);",
+                   "P_reg[s][1] = pack<ELEMENT>(right[0], right[1]);")),
+            wrong("tiles k and k + 1", r"^wrong result.*tiles of S for step k are k and k \+ 1",
+                  ("left)[4] = S_reg[s][2 * k], (&right)[4] = S_reg[s][2 * k + 1];",
+                   "left)[4] = S_reg[s][k], (&right)[4] = S_reg[s][k + 1];")),
+            wrong("high and low exchanged", r"^wrong result.*in every register of P",
+                  ("pack<ELEMENT>(left[0], left[1])", "pack<ELEMENT>(left[1], left[0])"),
+                  ("pack<ELEMENT>(left[2], left[3])", "pack<ELEMENT>(left[3], left[2])"),
+                  ("pack<ELEMENT>(right[0], right[1])", "pack<ELEMENT>(right[1], right[0])"),
+                  ("pack<ELEMENT>(right[2], right[3])", "pack<ELEMENT>(right[3], right[2])")),
+            wrong("V without trans", r"^wrong result.*no 8 x 8 of V is transposed",
+                  ("ldmatrix_x4_trans(V_reg", "ldmatrix_x4(V_reg")),
+            wrong("V's rows and columns exchanged", r"^wrong result.*block of V for k and n",
+                  ("at(16 * k + V_row, 16 * n + V_col)", "at(16 * n + V_row, 16 * k + V_col)")),
+            wrong("the tiles n and n + 1 of O", r"^wrong result.*block n of O is tiles n and n \+ 1",
+                  ("mma_m16n16k16(O_reg[s][2 * n], O_reg[s][2 * n + 1], P_reg[s], V_reg);",
+                   "mma_m16n16k16(O_reg[s][n], O_reg[s][n + 1], P_reg[s], V_reg);")),
+        )),
+    Exercise(
+        number=16, name="swizzle", title="The swizzle", lesson="08", direction="fwd", stage="swizzle",
+        sections=("its address",), score=("wavefronts",), at_most={"wavefronts": 1.05},
+        specification="""
+Write the function at(row, col), with its first line: where the element (row, col) of a tile is, counted in
+elements from the tile's start. A row has `pitch` elements, a multiple of 64, and its elements stay within
+these. It consists of pieces of 8 elements, 16 bytes, which stay whole. In row r, piece c goes to the place
+that the header gives:
+
+  c ^ r % 8
+
+Everything in the stage goes through at(): so any arrangement that loses no element gives the right result.
+But ldmatrix reads one piece each of 8 rows at a time, and these must be in different banks. A plain tile,
+which stage mma has, is refused for its bank conflicts.
+""",
+        hints=(
+            "col is an element, not a piece. Which bits of col are the number of its piece, and which its "
+            "place within the piece? Only the first may change.",
+            "Piece c starts at element 8 * c. What must be xored to col, so that c becomes c ^ r % 8?",
+            "__device__ __forceinline__ int at(int row, int col) { return row * pitch + (...); }: % and * "
+            "go before ^, and so does +, hence the parentheses."),
+        mutants=(
+            wrong("a plain tile", r"^bank conflicts.*[QKV]_smem.*ldmatrix", ("(col ^ row % 8 * 8)", "col")),
+            wrong("elements, not pieces", r"^misaligned", ("(col ^ row % 8 * 8)", "(col ^ row % 8)")),
+            wrong("all bits of the row", r"^out of bounds",
+                  ("(col ^ row % 8 * 8)", "(col ^ row * 8)")),
+            wrong("half of the rows", r"^bank conflicts.*[QKV]_smem.*ldmatrix",
+                  ("(col ^ row % 8 * 8)", "(col ^ row % 4 * 8)")),
+            wrong("every second row", r"^bank conflicts.*[QKV]_smem.*ldmatrix",
+                  ("(col ^ row % 8 * 8)", "(col ^ row / 2 % 8 * 8)")),
+            wrong("a rotation that leaves the row", r"^race.*[QKV]_smem",
+                  ("(col ^ row % 8 * 8)", "(col + row % 8 * 8)")),
+            wrong("padding, for which there is no room", r"^out of bounds",
+                  ("row * pitch + (col ^ row % 8 * 8)", "row * (pitch + 8) + col")),
+        )),
+    Exercise(
+        number=17, name="pipeline", title="Copies under way", lesson="09", direction="fwd", stage="cp_async",
+        sections=("the head of a tile", "the next tile is on its way"), wide=(136,),
+        score=("hbm", "wavefronts"),
+        specification="""
+For d <= 128 there are two buffers each for K and V: tile j is in buffer j % buffers of K_smem and of V_smem.
+Before the loop the copies of tile 0 were started. Keep the copies one tile ahead.
+
+First blank, the head of tile j: whatever was copied for it must be there, whichever thread copied it; and
+nobody may still be reading the buffers into which tile j + 1 will go. Then define
+
+  here, next        how many elements after the start of K_smem (and of V_smem) tile j and tile j + 1 are
+
+A buffer has Bc * pitch elements.
+
+Second blank, after S_ij is made: if there is a tile j + 1 below `keys`, start to copy its Bc rows of K, and
+for buffers == 2 of V, by copy_tile, to `next`; and make the copies a group that can be waited for. For
+buffers == 1 (d > 128) all else is in place: there V comes elsewhere, and `next` is 0.
+
+cp_async_wait and cp_async_commit are explained in stages/common/ptx.cuh. A wait is for a thread's own copies.
+""",
+        hints=(
+            "Two things are needed at the head: one for this thread's copies, one for all threads. In which "
+            "order?",
+            "A barrier after the wait says two things at once: everybody's copies of tile j have arrived, "
+            "and everybody has finished tile j - 1, whose buffers are those of tile j + 1.",
+            "cp_async_wait<0>() waits for all groups of this thread. At the head only one is under way, "
+            "that of tile j: with <1> it would not be waited for.",
+            "copy_tile(K_smem + next, K, p.K.stride_n, (j + 1) * Bc, Bc, p.N_k), if (j + 1) * Bc < keys; V "
+            "likewise; then cp_async_commit()."),
+        mutants=(
+            wrong("no wait", r"^race.*cp_async_wait",
+                  ("      cp_async_wait<0>();\n      __syncthreads();                          // K_j and",
+                   "      __syncthreads();                          // K_j and")),
+            wrong("a group may be under way", r"^race.*cp_async_wait",
+                  ("      cp_async_wait<0>();\n      __syncthreads();                          // K_j and",
+                   "      cp_async_wait<1>();\n      __syncthreads();                          // K_j and")),
+            wrong("no barrier", r"^race.*[KV]_smem",
+                  ("      __syncthreads();                          // K_j and V_j are there; "
+                   "and all are done with V_j-1\n", "")),
+            wrong("the barrier before the wait", r"^race.*[KV]_smem",
+                  ("      cp_async_wait<0>();\n      __syncthreads();                          // K_j and",
+                   "      __syncthreads();\n      cp_async_wait<0>();                       // K_j and")),
+            wrong("one buffer for both", r"^race.*[KV]_smem",
+                  ("next = (j + 1) % buffers * Bc * pitch;", "next = here;")),
+            wrong("no commit", r"^race.*cp_async_wait",
+                  ("(j + 1) * Bc, Bc, p.N_k);\n        cp_async_commit();", "(j + 1) * Bc, Bc, p.N_k);")),
+            wrong("the tile that is there already", r"^wrong result.*tile of keys is the one before",
+                  ("copy_tile(K_smem + next, K, p.K.stride_n, (j + 1) * Bc, Bc, p.N_k);",
+                   "copy_tile(K_smem + next, K, p.K.stride_n, j * Bc, Bc, p.N_k);"),
+                  ("copy_tile(V_smem + next, V, p.V.stride_n, (j + 1) * Bc, Bc, p.N_k);",
+                   "copy_tile(V_smem + next, V, p.V.stride_n, j * Bc, Bc, p.N_k);")),
+            wrong("K only", r"^uninitialised.*V_smem",
+                  ("        if (buffers == 2) copy_tile(V_smem + next, V, p.V.stride_n, (j + 1) * Bc, Bc, "
+                   "p.N_k);\n", "")),
+            wrong("V also where there is one buffer", r"^race.*V_smem.*d=136",
+                  ("if (buffers == 2) copy_tile(V_smem + next", "copy_tile(V_smem + next")),
+        )),
+]

@@ -1,0 +1,281 @@
+"""An exercise: which parts of a stage are blank, what they are to do, and which wrong answers it must refuse.
+
+The blanks are sections of the stage files, between a comment that begins with `---` and the next `// ---`:
+
+    // --- m and l follow the new maximum
+    ...
+    // ---
+
+So an exercise changes with its stage. A bug hunt has no blanks, but a stage that is broken on purpose.
+"""
+
+from __future__ import annotations
+
+import re
+import textwrap
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import flash
+from jit.difference import SECTION
+
+WIDTH = 108
+COMMAND = "python -m tutorials.exercises"
+YOUR_CODE = "// your code"
+HINTS = "#pragma region Hint"
+_FIELD = re.compile(rf"// ({'|'.join(flash.FIELDS)}):")
+
+
+@dataclass(frozen=True)
+class Change:
+    """One piece of a file's text, which must be there exactly once, in place of another."""
+
+    old: str
+    new: str
+
+    def apply(self, text: str) -> str:
+        if text.count(self.old) != 1:
+            raise ValueError(f"{self.old!r} is there {text.count(self.old)} times, not once")
+        return text.replace(self.old, self.new)
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """A plausible wrong answer: the reference with changes. reason: a pattern that the verdict must match."""
+
+    what: str
+    changes: tuple[Change, ...]
+    reason: str
+
+
+@dataclass(frozen=True)
+class Exercise:
+    """What a learner is asked to write, or to find.
+
+    Attributes:
+        number: in the order of the lessons.
+        lesson: the notebook that it belongs to, such as "04".
+        direction, stage: "fwd" or "bwd", and the stage's name.
+        sections: the titles of the stage's sections that are blank; none for a bug hunt.
+        specification: what the blanks are to do, or what is wrong: paragraphs with an empty line between.
+        hints: from a nudge to nearly the answer.
+        answer: for a bug hunt: what was wrong.
+        broken: for a bug hunt: the changes that break the stage.
+        mutants: wrong answers. For a bug hunt, "mendings" that do not mend it: changes of the broken stage.
+        tiles: Br and Bc of the check; default: the stage's.
+        score: the resource that is compared with the reference's: "hbm" (bytes) or "wavefronts" (of shared
+            memory), or both.
+        at_most: by resource, how many times the reference's a score may be.
+        wide: further head dimensions to check with, for stages that treat them differently.
+        causal_score: take the score with a causal mask.
+        deterministic: pass deterministic=True.
+    """
+
+    number: int
+    name: str
+    title: str
+    lesson: str
+    direction: str
+    stage: str
+    specification: str
+    hints: tuple[str, ...]
+    mutants: tuple[Mutant, ...]
+    sections: tuple[str, ...] = ()
+    answer: str = ""
+    broken: tuple[Change, ...] = ()
+    tiles: dict[str, int] = field(default_factory=dict)
+    score: tuple[str, ...] = ("hbm",)
+    at_most: dict[str, float] = field(default_factory=dict)
+    wide: tuple[int, ...] = ()
+    causal_score: bool = False
+    deterministic: bool = False
+
+    @property
+    def is_hunt(self) -> bool:
+        return not self.sections
+
+    @property
+    def path(self) -> Path:
+        """The stage's file: the reference."""
+        return next(s.path for s in flash.stages(self.direction) if s.name == self.stage)
+
+    @property
+    def file_name(self) -> str:
+        return f"{self.number:02}_{self.name}.cuh"
+
+    @property
+    def lines(self) -> int:
+        """Of code in the reference's sections."""
+        return sum(len(code_lines(section)) for section in self.answers().values())
+
+    def answers(self) -> dict[str, str]:
+        """What the reference has in the sections that are blank, by title."""
+        found = sections(self.path.read_text())
+        if missing := [title for title in self.sections if title not in found]:
+            raise ValueError(f"exercise {self.number}: {self.path.name} has no section {missing[0]!r}")
+        return {title: found[title] for title in self.sections}
+
+    def learners_file(self) -> str:
+        """The text of the file that a learner gets: the stage with blanks, or broken."""
+        text = self.path.read_text()
+        for change in self.broken:
+            text = change.apply(text)
+        if self.is_hunt:  # what others have to write says nothing about the bug
+            text = "\n".join(line for line in text.split("\n") if not SECTION.match(line))
+        text = with_sections(text, {title: _blank(answer) for title, answer in self.answers().items()})
+        first, rest = text.split("\n", 1)
+        header = [first]
+        lines = rest.split("\n")
+        while lines and (_FIELD.match(lines[0]) or re.match(r"// {8,}", lines[0])):
+            header.append(lines.pop(0))
+        if lines[:1] == ["//"]:
+            del lines[0]
+        return "\n".join([*header, "//", *self._task(), *lines]).rstrip("\n") + "\n" + self._hints()
+
+    def with_answers(self, answers: dict[str, str]) -> str:
+        """The learner's file with these texts in its blanks."""
+        return with_sections(self.learners_file(), answers)
+
+    def solved(self) -> str:
+        """The learner's file, solved: with the reference's sections, or without the bug."""
+        if not self.is_hunt:
+            return self.with_answers(self.answers())
+        text = self.learners_file()
+        for change in reversed(self.broken):
+            text = Change(change.new, change.old).apply(text)
+        return text
+
+    def _task(self) -> list[str]:
+        kind = "BUG HUNT" if self.is_hunt else "EXERCISE"
+        ask = ("Mend it" if self.is_hunt else
+               f"Write {_about(self.lines)} where it says \"{YOUR_CODE[3:]}\", and nothing elsewhere")
+        parts = [f"{kind} {self.number}: {self.title} (lesson {self.lesson})",
+                 *self.specification.strip().split("\n\n"),
+                 f"{ask}. Then, in the repository's folder (hints are at the end of this file):",
+                 f"  {COMMAND} check {self.number}"]
+        lines = []
+        for part in parts:
+            lines += [f"// {line}".rstrip() for line in wrapped(part)] + ["//"]
+        return lines
+
+    def _hints(self) -> str:
+        parts = []
+        for number, hint in enumerate(self.hints, 1):
+            lines = "\n".join(f"// {line}".rstrip() for line in wrapped(hint))
+            parts.append(f"\n{HINTS} {number} of {len(self.hints)}\n{lines}\n#pragma endregion\n")
+        return "".join(parts)
+
+
+def wrapped(text: str) -> list[str]:
+    """A paragraph in lines that fit; lines that begin with two spaces, such as formulas, stay as they are."""
+    lines: list[str] = []
+    for piece in re.split(r"\n(?=  )|(?<=\S)\n(?!  )", text.strip("\n")):
+        if piece.startswith("  "):
+            lines.append(piece)
+        elif lines and not lines[-1].startswith("  "):
+            lines[-1] += " " + piece.strip()
+        else:
+            lines.append(piece.strip())
+    return [line for piece in lines
+            for line in ([piece] if piece.startswith("  ") else textwrap.wrap(piece, WIDTH - 3) or [""])]
+
+
+def code_lines(text: str) -> list[str]:
+    """The lines that have code, without comments. A comment that a backslash prolongs stays, and so does what
+    is no // comment."""
+    lines = (re.sub(r"//.*(?<!\\)$", "", line.rstrip()).strip() for line in text.split("\n"))
+    return [line for line in lines if line and not line.startswith((HINTS, "#pragma endregion"))]
+
+
+def sections(text: str) -> dict[str, str]:
+    """The sections of a stage's text, by title: the lines between the two comments."""
+    return {title: "\n".join(lines) for title, lines, _ in _split(text) if title}
+
+
+def with_sections(text: str, replacements: dict[str, str]) -> str:
+    """The text with other lines in its sections of these titles."""
+    out: list[str] = []
+    for title, lines, marks in _split(text):
+        if not title:
+            out += lines
+            continue
+        body = replacements[title].split("\n") if title in replacements else lines
+        out += [marks[0], *body, *marks[1:]]
+    return "\n".join(out)
+
+
+def _split(text: str) -> list[tuple[str, list[str], list[str]]]:
+    """(title, lines, marks) of a text's parts in order: sections, and with the title "" what is between.
+
+    Raises:
+        ValueError: for a section without an end, one in another one, or two of the same title.
+    """
+    parts: list[tuple[str, list[str], list[str]]] = [("", [], [])]
+    for number, line in enumerate(text.split("\n"), 1):
+        title, _, marks = parts[-1]
+        mark = SECTION.match(line)
+        if mark and mark[1]:
+            if title:
+                raise ValueError(f"line {number}: a section begins in the section {title!r}")
+            if any(mark[1] == known for known, _, _ in parts):
+                raise ValueError(f"line {number}: a second section {mark[1]!r}")
+            parts.append((mark[1], [], [line]))
+        elif mark:
+            if not title:
+                raise ValueError(f"line {number}: a section ends that has not begun")
+            marks.append(line)
+            parts.append(("", [], []))
+        else:
+            parts[-1][1].append(line)
+    if parts[-1][0]:
+        raise ValueError(f"the section {parts[-1][0]!r} has no end: a line with // --- and nothing else")
+    return parts
+
+
+def _blank(answer: str) -> str:
+    indent = re.match(r"\s*", answer)[0]
+    return f"\n{indent}{YOUR_CODE}: {_about(len(code_lines(answer)))}\n"
+
+
+def _about(lines: int) -> str:
+    return f"about {lines} line{'s' * (lines > 1)} of code"
+
+
+# ------------------------------------------------------------------------------------ what a learner hands in
+def problem_of(exercise: Exercise, text: str) -> tuple[str, str] | None:
+    """Why a learner's file need not be run: ("not started" or "changed", in words). None if it can be run."""
+    given = exercise.learners_file()
+    if _fields(given) != _fields(text):
+        return "changed", ("The lines at the top of the file (types:, tiles:, limits:, ...) have changed: "
+                           "put them back.")
+    if exercise.is_hunt:
+        if code_lines(text) == code_lines(given):
+            return "not started", ("Nothing is changed yet: the bug is still in. The text at the top of the "
+                                   "file says what is seen of it.")
+        return None
+    try:
+        theirs = sections(text)
+    except ValueError as error:
+        return "changed", (f"The comments with --- around a blank have changed: {error}. Put them back as "
+                           f"they were, or begin anew: `{COMMAND} new {exercise.number} --folder ANOTHER`.")
+    if missing := [title for title in exercise.sections if title not in theirs]:
+        return "changed", (f"The line `// --- {missing[0]}`, where a blank begins, is gone: put it back, and "
+                           "`// ---` at the blank's end.")
+    empty = [title for title in exercise.sections if not code_lines(theirs[title])]
+    if empty:
+        where = next(n for n, line in enumerate(text.split("\n"), 1) if line.strip() == f"// --- {empty[0]}")
+        return "not started", (f"Nothing is written yet after line {where}, `// --- {empty[0]}`: the text at "
+                               "the top of the file says what is to stand there, and the hints at its end "
+                               "help.")
+    blanks = dict.fromkeys(exercise.sections, "")
+    expected, found = (code_lines(with_sections(t, blanks)) for t in (given, text))
+    for line, other in zip([*expected, ""], [*found, ""], strict=False):
+        if line != other:
+            return "changed", (f"Something else than the blanks has changed: where the file had `{line}`, it "
+                               f"now has `{other}`. Put that back: only what is between the comments with "
+                               "--- is yours.")
+    return None
+
+
+def _fields(text: str) -> list[str]:
+    return [line for line in text.split("\n") if _FIELD.match(line)]
