@@ -287,7 +287,7 @@ def lessons() -> str:
     for file in sorted((ROOT / "tutorials").glob("[0-9][0-9]_*.ipynb")):
         title = "".join(json.loads(file.read_text())["cells"][0]["source"]).splitlines()[0].removeprefix("# ")
         ours = [e for e in EXERCISES if e.lesson == file.name[:2]]
-        names = [", ".join(f"{e.number} {e.title}" for e in ours if e.is_hunt == hunt)
+        names = ["<br>".join(f"{e.number}. {e.title}" for e in ours if e.is_hunt == hunt)
                  for hunt in (False, True)]
         lines.append(f"| [{title}](tutorials/{file.name}) | {names[0]} | {names[1]} |")
     return "\n".join(lines)

@@ -57,8 +57,11 @@ def compile_stage(stage: flash.Stage, architecture: str, d: int, causal: bool, f
 @pytest.mark.parametrize("stage, deterministic, architecture", BUILDS)
 def test_compiles_without_spills(stage, deterministic, architecture, tmp_path):
     """No warning; every array in registers: no stack frame, no spilled byte. Of the fast stages, with all
-    the tiles that calls get there; and more cases for the GPU that they are measured on."""
+    the tiles that calls get there; and more cases for the GPU that they are measured on. Of the others one
+    case for sm_80: they are compiled for others as well."""
     cases = [(64, True), (128, False), (256, True)]
+    if stage.name not in FAST and architecture == "sm_80":
+        del cases[1:]
     able = types_on(architecture, stage)
     for d, causal in cases + [(64, False), (128, True)] * (stage.name in FAST and architecture == "sm_90a"):
         dtype = able[-1] if d == 128 else able[0]
