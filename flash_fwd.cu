@@ -40,6 +40,8 @@
 // It defines two functions:
 //   cudaError_t launch(const FwdParams&, cudaStream_t)
 //   size_t workspace_bytes(const FwdParams&)     scratch memory that it needs in HBM
+// What stands between a comment that begins with --- and the next `// ---` is what an exercise asks for
+// (tutorials/exercises).
 //
 // Papers: FlashAttention-1: Dao, Fu, Ermon, Rudra, Re, arXiv 2205.14135.
 //         FlashAttention-2: Dao, arXiv 2307.08691.
