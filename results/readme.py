@@ -126,7 +126,7 @@ def ratios() -> str:
                         for direction, tflops in best.items())
     shape = ", ".join({f"B={row['B']} H={row['H']}" for row in rows})
     return "\n".join([*lines, "", f"{shape} fp32; {origin}. The time of PyTorch's efficient backend "
-                      "(3xTF32, on tensor cores) over that of vectorized, in the same run: above 1, "
+                      "(3xTF32, on tensor cores) over that of vectorized, measured by turns: above 1, "
                       f"vectorized is faster. Of these, its best are {most}."])
 
 
@@ -144,8 +144,8 @@ def ratios16() -> str:
              f"H={', '.join(map(str, heads.values()))} for d={', '.join(map(str, heads))}")
     more = ["", grouped_heads(grouped)] if grouped else []
     return "\n".join([*lines, "", f"{shape}; {origin}, by `python results/ratios.py`. The time of PyTorch's "
-                      "FlashAttention-2 over that of cp_async, in the same run: above 1, cp_async is faster. "
-                      "In parentheses, cp_async's TFLOP/s.", *more])
+                      "FlashAttention-2 over that of cp_async, measured by turns: above 1, cp_async is "
+                      "faster. In parentheses, cp_async's TFLOP/s.", *more])
 
 
 def grouped_heads(rows: list[dict]) -> str:
@@ -252,8 +252,12 @@ def counts() -> str:
 
 def conflicts() -> str:
     """Wavefronts of shared memory in mma and in swizzle, which differ in the swizzle alone: the simulator's,
-    and on an H200 the time for which shared memory is busy."""
+    and on an H200 those of ldmatrix, and the time for which shared memory is busy."""
     data = json.loads((RESULTS / "h200" / "ncu_fwd.json").read_text())
+    counted = json.loads((RESULTS / "h200" / "counts_fwd.json").read_text())
+    found = {row["stage"]: [row[who]["ldmatrix wavefronts"] for who in ("simulator", "gpu")]
+             for row in counted["kernels"] if row["stage"] in ("mma", "swizzle")}
+    assert all(ours == gpu for ours, gpu in found.values()), "ldmatrix's wavefronts differ from the GPU's"
     B, H, N, d = (data["shape"][name] for name in "BHNd")
     q, k, v = torch.randn(3, 1, 1, N, d, dtype=torch.bfloat16)
     rows = {}
@@ -274,11 +278,13 @@ def conflicts() -> str:
               for stage, (each, total, busy, ms) in rows.items()]
     simulated, measured = (mma / swizzle for mma, swizzle in zip(
         *((total, busy * ms) for _, total, busy, ms in rows.values())))
-    shape = " ".join(f"{name}={data['shape'][name]}" for name in "BHNd")
+    shape, small = (" ".join(f"{name}={x['shape'][name]}" for name in "BHNd") for x in (data, counted))
     return "\n".join([*lines, "", f"{shape} bf16 causal; {data['device']}, {data['date']}, by NVIDIA's "
                       f"profiler (`results/ncu.py`). In mma, shared memory has {simulated:.2f} times as many "
                       f"wavefronts as in swizzle by the simulator, and is busy {measured:.2f} times as long "
-                      "on the GPU."])
+                      "on the GPU. The profiler's own count of ldmatrix's wavefronts, in a smaller call "
+                      f"({small}, not causal; `results/counts.py`), is the simulator's: "
+                      f"{' and '.join(f'{gpu:,} in {stage}' for stage, (_, gpu) in found.items())}."])
 
 
 def lessons() -> str:

@@ -403,11 +403,12 @@ __global__ void __launch_bounds__(threads) cp_async_kernel(BwdParams p, Sums sum
   }
 }
 
-// Eight numbers, times scale and rounded
-__device__ __forceinline__ void store8(ELEMENT* to, const float (&x)[8], float scale) {
+// Eight numbers, times scale and rounded, to element `at` of `matrix`, a multiple of 8. (Counted in pieces of
+// 16 bytes. In elements nvcc takes it for unaligned, and stores 4 times 4 bytes.)
+__device__ __forceinline__ void store8(ELEMENT* matrix, int64_t at, const float (&x)[8], float scale) {
   uint32_t rounded[4];
   for (int e = 0; e < 4; e++) rounded[e] = pack<ELEMENT>(scale * x[2 * e], scale * x[2 * e + 1]);
-  *reinterpret_cast<uint4*>(to) = make_uint4(rounded[0], rounded[1], rounded[2], rounded[3]);
+  reinterpret_cast<uint4*>(matrix)[at / 8] = make_uint4(rounded[0], rounded[1], rounded[2], rounded[3]);
 }
 
 // dQ = scale * sums.dQ. Of 8 columns, 4 lanes had 2 each.
@@ -425,7 +426,7 @@ __global__ void __launch_bounds__(256) dQ_kernel(BwdParams p, Sums sums) {
       sum[e + 1] += x.y;
     }
   }
-  store8(p.dQ.head(bh / p.H, bh % p.H) + row * p.dQ.stride_n + k, sum, p.scale);
+  store8(p.dQ.head(bh / p.H, bh % p.H), row * p.dQ.stride_n + k, sum, p.scale);
 }
 
 // dK and dV: the sums over the query heads of a key head, in their order
@@ -446,7 +447,7 @@ __global__ void __launch_bounds__(256) dKV_kernel(BwdParams p, Sums sums) {
         sum[e + 3] += x.w;
       }
     }
-    store8(out.head(b, h_kv) + row * out.stride_n + k, sum, scale);
+    store8(out.head(b, h_kv), row * out.stride_n + k, sum, scale);
   };
   add_up(sums.dK, p.dK, p.scale);
   add_up(sums.dV, p.dV, 1.f);

@@ -31,7 +31,9 @@
 //     with Bc = 80 fill the 228 KB of an H100 or H200 to the last byte. Others have room for one.)
 //   - ldmatrix's addresses are computed once: in the loops a few of their bits change (`beside`).
 //   - O leaves through the warp's own rows of Q_smem, so that rows go to HBM in pieces of 16 bytes.
-//   - Causal: the last tiles of Q of all heads come first, as they see most keys.
+//   - The order of the blocks. Causal: the last tiles of Q of all heads come first, as they see most keys.
+//     Else 16 heads at a time, whose K and V the L2 cache can hold while all tiles of Q pass by: 0.27 GB from
+//     HBM instead of 2.06, and 3 % less time (H200, fp16, B8 H16 N2048 d128).
 //   - l waits in shared memory, as it is needed only once a tile: for d = 128, O and S alone are 192 of the
 //     255 registers that a thread may have, and the compiler would find none for it.
 //
@@ -88,10 +90,10 @@ __device__ __forceinline__ void copy_tile(ELEMENT* tile, const ELEMENT* matrix, 
   }
 }
 
-// One block per tile of Q, from the one before `end` downwards: with a causal mask the last see most keys.
-// The numbers are the lines of Algorithm 1.
+// One block per tile of Q, from the one before `end` downwards. Of heads, gridDim.x are next to each other in
+// time: x counts fastest, z slowest. The numbers are the lines of Algorithm 1.
 __global__ void __launch_bounds__(threads, blocks) cp_async_kernel(FwdParams p, int end) {
-  const int i = end - 1 - blockIdx.y, bh = blockIdx.x;                   // 1, 2, 3
+  const int i = end - 1 - blockIdx.y, bh = blockIdx.z * gridDim.x + blockIdx.x;    // 1, 2, 3
   const int b = bh / p.H, h = bh % p.H, h_kv = h / (p.H / p.H_kv);
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const int group = lane / 4, pair = lane % 4 * 2;   // this lane's place in D: rows group and group + 8
@@ -286,9 +288,13 @@ size_t workspace_bytes(const FwdParams&) { return 0; }
 cudaError_t launch(const FwdParams& p, cudaStream_t stream) {
   const size_t bytes = sizeof(ELEMENT) * (Br + 2 * buffers * Bc) * pitch + sizeof(float) * 4 * Br;
   allow_shared_memory(cp_async_kernel, bytes);
-  constexpr int most = 65535;             // rows of blocks in a grid. They start row by row: x counts fastest
+  constexpr int most = 65535;             // of y and z in a grid
+  const int heads = p.B * p.H;
+  int at_once = CAUSAL ? heads : 16;      // or fewer, so that they divide the heads evenly
+  while (at_once > 8 && heads % at_once != 0) at_once--;
+  if (heads % at_once != 0 || heads / at_once > most) at_once = heads;
   for (int end = ceil_div(p.N_q, Br); end > 0; end -= most) {
-    const dim3 grid(p.B * p.H, end < most ? end : most);
+    const dim3 grid(at_once, end < most ? end : most, heads / at_once);
     cp_async_kernel<<<grid, threads, bytes, stream>>>(p, end);
   }
   return cudaGetLastError();

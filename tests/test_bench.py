@@ -760,6 +760,13 @@ def test_ratios_are_measured_and_kept(tmp_path, monkeypatch):
         ratios.kept(file, ["bf16"], data | {"device": "another"})
 
 
+def test_middle_turn():
+    rows = [{"status": "ok", "median_ms": ms} for ms in (3.0, 1.0, 2.0)]
+    assert ratios.middle(tuple(rows)) is rows[2]
+    wrong = {"status": "wrong", "median_ms": None}
+    assert ratios.middle((rows[0], wrong, rows[1])) is wrong
+
+
 def test_ratios_need_a_gpu(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(SystemExit, match="needs a GPU"):

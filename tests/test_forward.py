@@ -1,5 +1,6 @@
 """Every forward stage, over one grid of shapes, against float64. New stages join by being in stages/."""
 
+import contextlib
 import math
 import random
 
@@ -108,6 +109,19 @@ def test_more_tiles_than_a_grid_has_rows(device):
     torch.testing.assert_close(lse, (q.float() @ k.float().mT)[..., 0] / 8**0.5, rtol=0, atol=1e-5)
 
 
+@pytest.mark.parametrize("B, H, H_kv, at_once", [(3, 8, 4, 12), (1, 37, 37, 37), (2, 16, 1, 16)])
+def test_heads_at_once(B, H, H_kv, at_once, device):
+    """cp_async's grid takes 16 heads at a time, or fewer that divide B * H, or all; with a mask, all."""
+    q, k, v = random_for("cp_async", B, H, H_kv, 40, 20, 8, device)
+    for mask in (None, "bottom"):
+        with flash.inspect() if device == "cpu" else contextlib.nullcontext() as report:
+            o, lse, diagonal = run("cp_async", q, k, v, mask, Br=16, Bc=16)
+        check(o, lse, q, k, v, diagonal)
+        if report:
+            x = B * H if mask else at_once
+            assert report.kernels[0].grid == (x, 3, B * H // x)
+
+
 @pytest.mark.parametrize("stage", STAGES)
 def test_random_shapes(stage, device):
     """Shapes that nobody chose: all kernels of one d, so that it builds twice."""
@@ -160,11 +174,11 @@ def test_every_tensor_has_its_own_strides(stage, device):
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_many_heads(stage, device):
-    """B * H above 65535, the limit of a grid's y and z. In the simulator, which runs every thread, only for a
-    stage with few of them and for the one whose grid has a y."""
+    """B * H above 65535, the limit of a grid's y and z; on a GPU as many groups of 16. The
+    simulator runs every thread: there a stage with few of them, and the one whose grid has y and z."""
     if device == "cpu" and stage not in ("naive", "cp_async"):
         pytest.skip("slow in the simulator; it runs on a GPU")
-    q, k, v = random_for(stage, 65536, 1, 1, 1, 2, 8, device)
+    q, k, v = random_for(stage, 65536 if device == "cpu" else 1 << 20, 1, 1, 1, 2, 8, device)
     o, lse, _ = run(stage, q, k, v, **tile_sizes(BY_NAME[stage], 8)[0])
     check(o, lse, q, k, v)
 

@@ -106,7 +106,7 @@ def test_ratios(results):
         "| forward | 128 | full | 1.00× | 2.00× | 4.00× |",
         "| backward | 128 | causal | 0.50× | 1.00× | - |", "",
         "B=4 H=12 fp32; a GPU; 2030-01-02. The time of PyTorch's efficient backend (3xTF32, on tensor cores) "
-        "over that of vectorized, in the same run: above 1, vectorized is faster. Of these, its best are "
+        "over that of vectorized, measured by turns: above 1, vectorized is faster. Of these, its best are "
         "17.3 TFLOP/s forward and 2.00 TFLOP/s backward."]
 
 

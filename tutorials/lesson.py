@@ -3,7 +3,7 @@
     from tutorials.lesson import *
 
 gives them flash, torch, Path and the functions below. On a machine without a GPU everything runs in the
-simulator, and `measure` counts HBM traffic; with one, it takes times.
+simulator, and `measure` counts HBM traffic; with one, it takes times as well.
 """
 
 from __future__ import annotations
@@ -13,7 +13,9 @@ import hashlib
 import io
 import json
 import re
+import statistics
 import textwrap
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import matplotlib.pyplot as plt
@@ -35,7 +37,7 @@ from tutorials.figures import DPI
 
 __all__ = ["DEVICE", "HTML", "Markdown", "Path", "break_stage", "code", "display", "error", "exercises",
            "findings", "flash", "format_bytes", "gpu", "gradient_errors", "gradients", "measure", "plt",
-           "results", "show", "table", "tensors", "torch"]
+           "results", "show", "table", "tensors", "times", "torch"]
 
 DEVICE = flash.default_device()
 RESULTS = flash.ROOT / "results"
@@ -86,31 +88,16 @@ def _diagonal(q, k, causal: bool) -> int | None:
 # ------------------------------------------------------------------------------------------ measuring
 def measure(stages: list, N: int = 256, d: int = 64, *, B: int = 1, H: int = 2, causal: bool = False,
             dtype: torch.dtype = torch.float32, backward: bool = False) -> Markdown:
-    """A table of stages: without a GPU the HBM traffic that each asks for, with one its time.
+    """A table of stages: the HBM traffic that each asks for, counted in the simulator. With a GPU then also
+    `times`, of a larger call, as one of this size takes little more than its launch.
 
     Args:
         stages: names or paths; of (stage, {"Br": 64, "Bc": 32}) with those tile sizes.
         backward: they are backward stages.
     """
-    import bench
-
     rows: list[dict] = []
-    for stage in stages:
-        stage, tiles = stage if isinstance(stage, tuple) else (stage, {})
-        if backward:
-            tiles = {f"{name}_bwd": size for name, size in tiles.items()}
-        label = stage if isinstance(stage, str) else stage.stem
-        if tiles:
-            label += " " + ", ".join(f"{name.removesuffix('_bwd')}={size}" for name, size in tiles.items())
-        q, k, v = tensors(N, d, B=B, H=H, dtype=dtype)
-        if backward:
-            call = _backward_call(q, k, v, causal, stage, tiles)
-        else:
-            call = functools.partial(flash.attention, q, k, v, causal=causal, stage=stage, **tiles)
-        if gpu():
-            times = sorted(bench.milliseconds(call, DEVICE))
-            rows.append({"stage": label, "time (ms)": f"{times[len(times) // 2]:.4f}"})
-            continue
+    q, k, v = (x.cpu() for x in tensors(N, d, B=B, H=H, dtype=dtype))
+    for label, call in _calls(stages, q, k, v, causal, backward):
         with flash.inspect() as report:
             call()
         hbm = report.hbm
@@ -119,17 +106,56 @@ def measure(stages: list, N: int = 256, d: int = 64, *, B: int = 1, H: int = 2, 
                      "different bytes": format_bytes(hbm.unique_read + hbm.unique_written),
                      "x less than the first": f"{first / hbm.total:.3g}", "total": hbm.total})
     for row in rows:
-        row.pop("total", None)
-    what = "Time on this GPU" if gpu() else "HBM traffic, counted in the simulator (no cache)"
-    mask = "causal" if causal else "not causal"
-    name = next(name for name, known in flash.DTYPES.items() if known == dtype)
-    direction = "backward" if backward else "forward"
-    return table(rows, f"{what}: {direction}, B={B} H={H} N={N} d={d} {name}, {mask}")
+        del row["total"]
+    what = "HBM traffic, counted in the simulator (no cache)"
+    counted = table(rows, f"{what}: {_described(q, causal, backward)}")
+    if not gpu():
+        return counted
+    timed = times(stages, d=d, causal=causal, dtype=dtype, backward=backward)
+    return Markdown(f"{counted.data}\n\n{timed.data}")
+
+
+def times(stages: list, N: int = 1024, d: int = 64, *, B: int = 4, H: int = 12, causal: bool = False,
+          dtype: torch.dtype = torch.float32, backward: bool = False) -> Markdown:
+    """A table of the time of each stage on this machine's GPU, in ms (the median). Arguments: as of measure.
+
+    Raises:
+        RuntimeError: without a GPU.
+    """
+    import bench
+
+    if not gpu():
+        raise RuntimeError("times() needs a GPU; without one, measure() counts HBM traffic")
+    q, k, v = tensors(N, d, B=B, H=H, dtype=dtype)
+    rows = [{"stage": label, "time (ms)": f"{statistics.median(bench.milliseconds(call, DEVICE)):.4f}"}
+            for label, call in _calls(stages, q, k, v, causal, backward)]
+    return table(rows, f"Time on this GPU: {_described(q, causal, backward)}")
+
+
+def _calls(stages: list, q, k, v, causal: bool, backward: bool) -> Iterator[tuple[str, Callable]]:
+    """The label of each stage, and a call of it."""
+    for stage in stages:
+        stage, tiles = stage if isinstance(stage, tuple) else (stage, {})
+        label = stage if isinstance(stage, str) else stage.stem
+        if tiles:
+            label += " " + ", ".join(f"{name}={size}" for name, size in tiles.items())
+        if backward:
+            tiles = {f"{name}_bwd": size for name, size in tiles.items()}
+            yield label, _backward_call(q, k, v, causal, stage, tiles)
+        else:
+            yield label, functools.partial(flash.attention, q, k, v, causal=causal, stage=stage, **tiles)
+
+
+def _described(q, causal: bool, backward: bool) -> str:
+    B, H, N, d = q.shape
+    dtype = next(name for name, known in flash.DTYPES.items() if known == q.dtype)
+    return (f"{'backward' if backward else 'forward'}, B={B} H={H} N={N} d={d} {dtype}, "
+            f"{'causal' if causal else 'not causal'}")
 
 
 def _backward_call(q, k, v, causal: bool, stage, tiles: dict):
     """The backward pass alone, ready to be called; the forward pass is done here."""
-    q, k, v = (x.requires_grad_() for x in (q, k, v))
+    q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
     o = flash.attention(q, k, v, causal=causal, backward=stage, **tiles)
     do = random_gradients(q)[0]
     return lambda: torch.autograd.grad(o, (q, k, v), do, retain_graph=True)
