@@ -193,7 +193,9 @@ def code(stage: str | Path, first: str, last: str, direction: str | None = None)
         raise ValueError(f"{path.name} has no lines from {first!r} to {last!r}")
     shown = textwrap.dedent("\n".join(line for line in lines[start:end + 1] if not SECTION.match(line)))
     where = f"line {start + 1}" if start == end else f"lines {start + 1} to {end + 1}"
-    return Markdown(f"`{_shown(path)}`, {where}:\n\n```cpp\n{shown}\n```")
+    # The div is for nbconvert's HTML, in which code of an output has the font of what is around it
+    return Markdown(f"`{_shown(path)}`, {where}:\n\n"
+                    f'<div style="font: 12px/1.3 monospace">\n\n```cpp\n{shown}\n```\n\n</div>')
 
 
 def findings(report: flash.Report, most: int = 3) -> None:
