@@ -33,6 +33,7 @@ __all__ = ["max_error", "random_gradients", "random_qkv", "recomputed_gradients"
 IN_PIECES = ("test_exercises.py", "test_mutants.py", "test_notebooks.py", "test_nvcc.py")
 
 
+@pytest.hookimpl(tryfirst=True)  # before xdist looks for the groups
 def pytest_collection_modifyitems(items):
     for item in items:
         if item.path.name not in IN_PIECES:
