@@ -40,7 +40,7 @@
 // HBM traffic without caches (hbm, above): as in flash2, with 2 bytes an element; L stays a float. Half
 // as much of K and V as in swizzle where Br is twice as large.
 //
-// Changed from swizzle: the loads, the order of a tile's steps, the exponent, the epilogue.
+// Changed from swizzle: the loads, the order of blocks and of a tile's steps, the exponent, the epilogue.
 //
 // Bound by shared memory and by the latency of its own instructions, one after the other: tensor cores busy
 // 39 % of the time, shared memory 61 %, issue slots 48 % (H200, bf16, B4 H12 N1024 d64 causal). Larger calls,

@@ -92,3 +92,11 @@ def test_the_tool_refuses_unknown_lessons(capsys):
     with pytest.raises(SystemExit):
         notebooks.main(["77"])
     assert "there is no lesson 77; there are 00, 01" in capsys.readouterr().err
+
+
+def test_times_need_a_gpu(monkeypatch):
+    from tutorials import lesson
+
+    monkeypatch.setattr(lesson, "DEVICE", torch.device("cpu"))
+    with pytest.raises(RuntimeError, match="needs a GPU; without one, measure"):
+        lesson.times(["naive"])
