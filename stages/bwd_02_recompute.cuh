@@ -48,6 +48,7 @@
 // atomics hardly count: nobody waits for them, and L2, which carries them out, is busy 5 % of the time.
 #pragma once
 #include "common/launch.cuh"
+#include "common/mask.cuh"
 #include "common/rowsum.cuh"
 #include "common/tile.cuh"
 
@@ -59,12 +60,13 @@ constexpr int keys = Bc / warps;          // rows of dK and dV per warp
 constexpr int cols = Bc / 32;             // columns of S and dP per lane
 constexpr int dims = (d + 31) / 32;       // columns of dQ, dK and dV per lane
 
-// One block per tile of K and V. The numbers are the lines of Algorithm 2.
-__global__ void __launch_bounds__(threads, 2) recompute_kernel(BwdParams p, const float* D) {
-  const int Tr = ceil_div(p.N_q, Br), Tc = ceil_div(p.N_k, Bc);          // 1, 2
-  const int j = blockIdx.x % Tc, bh = blockIdx.x / Tc;                   // 5
+// One block per tile of K and V. Line numbers are those of Algorithm 2.
+__global__ void __launch_bounds__(threads, 2) backward_kernel(BwdParams p, const float* D) {
+  const int Tr = ceil_div(p.N_q, Br), Tc = ceil_div(p.N_k, Bc);          // lines 1, 2
+  const int j = blockIdx.x % Tc, bh = blockIdx.x / Tc;                   // line 5
   const int b = bh / p.H_kv, h_kv = bh % p.H_kv, group = p.H / p.H_kv;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const Mask mask(p);
 
   extern __shared__ float smem[];
   float* K_smem = smem;                   // Bc x d, rows d + 1 apart
@@ -73,19 +75,17 @@ __global__ void __launch_bounds__(threads, 2) recompute_kernel(BwdParams p, cons
   float* dO_smem = Q_smem + Br * d;       // Br x d
   float* P_smem = dO_smem + Br * d;       // Br x Bc
   float* dS_smem = P_smem + Br * Bc;      // Br x Bc
-  load_tile(K_smem, d + 1, p.K.head(b, h_kv), p.K.stride_n, j * Bc, Bc, p.N_k);     // 6
+  load_tile(K_smem, d + 1, p.K.head(b, h_kv), p.K.stride_n, j * Bc, Bc, p.N_k);            // line 6
   load_tile(V_smem, d + 1, p.V.head(b, h_kv), p.V.stride_n, j * Bc, Bc, p.N_k);
 
-  float dK_reg[keys][dims] = {}, dV_reg[keys][dims] = {};                // 7
+  float dK_reg[keys][dims] = {}, dV_reg[keys][dims] = {};                // line 7
 
-  // causal: the first row that sees key j * Bc is j * Bc - diagonal; the tiles of Q before it see none
-  const int first_i = CAUSAL ? max(j * Bc - p.diagonal, 0) / Br : 0;
   for (int h = h_kv * group; h < (h_kv + 1) * group; h++) {
     const int64_t first_row = ((int64_t)b * p.H + h) * p.N_q;            // of this head, in L and D
     float* dQ = p.dQ.head(b, h);
-    for (int i = first_i; i < Tr; i++) {                                 // 8
+    for (int i = mask.first_i(j); i < Tr; i++) {                         // line 8
       __syncthreads();                    // all are done with the last tiles, which are now overwritten
-      load_tile(Q_smem, d, p.Q.head(b, h), p.Q.stride_n, i * Br, Br, p.N_q);        // 9
+      load_tile(Q_smem, d, p.Q.head(b, h), p.Q.stride_n, i * Br, Br, p.N_q);               // line 9
       load_tile(dO_smem, d, p.dO.head(b, h), p.dO.stride_n, i * Br, Br, p.N_q);
       __syncthreads();                    // nobody reads before everybody has written
 
@@ -95,8 +95,8 @@ __global__ void __launch_bounds__(threads, 2) recompute_kernel(BwdParams p, cons
           const float key = K_smem[(lane + 32 * c) * (d + 1) + k];       // a key per lane; Q: all the same
           const float value = V_smem[(lane + 32 * c) * (d + 1) + k];
           for (int r = 0; r < rows; r++) {
-            S_reg[r][c] += Q_smem[(warp * rows + r) * d + k] * key;      // 10: S_ij = Q_i K_j^T
-            dP_reg[r][c] += dO_smem[(warp * rows + r) * d + k] * value;  // 13: dP_ij = dO_i V_j^T
+            S_reg[r][c] += Q_smem[(warp * rows + r) * d + k] * key;      // line 10: S_ij = Q_i K_j^T
+            dP_reg[r][c] += dO_smem[(warp * rows + r) * d + k] * value;  // line 13: dP_ij = dO_i V_j^T
           }
         }
       }
@@ -104,14 +104,13 @@ __global__ void __launch_bounds__(threads, 2) recompute_kernel(BwdParams p, cons
       // --- P and dS of the tile
       for (int r = 0; r < rows; r++) {
         const int row = i * Br + warp * rows + r;
-        const float L = row < p.N_q ? p.L[first_row + row] : 0.f;        // 9
+        const float L_row = row < p.N_q ? p.L[first_row + row] : 0.f;    // line 9
         const float D_row = row < p.N_q ? D[first_row + row] : 0.f;
         for (int c = 0; c < cols; c++) {
           const int col = j * Bc + lane + 32 * c;
-          const bool visible = row < p.N_q && col < p.N_k && (!CAUSAL || col <= row + p.diagonal);
-          const float P = visible ? expf(p.scale * S_reg[r][c] - L) : 0.f;          // 11
+          const float P = mask.sees(row, col) ? expf(p.scale * S_reg[r][c] - L_row) : 0.f; // line 11
           P_smem[(warp * rows + r) * Bc + lane + 32 * c] = P;
-          dS_smem[(warp * rows + r) * Bc + lane + 32 * c] = P * (dP_reg[r][c] - D_row);   // 14
+          dS_smem[(warp * rows + r) * Bc + lane + 32 * c] = P * (dP_reg[r][c] - D_row);    // line 14
         }
       }
       // ---
@@ -122,14 +121,14 @@ __global__ void __launch_bounds__(threads, 2) recompute_kernel(BwdParams p, cons
           const float gradient = lane + 32 * c < d ? dO_smem[row * d + lane + 32 * c] : 0.f;
           const float query = lane + 32 * c < d ? Q_smem[row * d + lane + 32 * c] : 0.f;
           for (int r = 0; r < keys; r++) {
-            dV_reg[r][c] += P_smem[row * Bc + warp * keys + r] * gradient;   // 12: + P_ij^T dO_i
-            dK_reg[r][c] += dS_smem[row * Bc + warp * keys + r] * query;     // 16: + dS_ij^T Q_i
+            dV_reg[r][c] += P_smem[row * Bc + warp * keys + r] * gradient;  // line 12: + P_ij^T dO_i
+            dK_reg[r][c] += dS_smem[row * Bc + warp * keys + r] * query;    // line 16: + dS_ij^T Q_i
           }
         }
       }
 
       // --- the tile's part of dQ
-      float dQ_reg[rows][dims] = {};                                     // 15: dS_ij K_j
+      float dQ_reg[rows][dims] = {};                                     // line 15: dS_ij K_j
       for (int col = 0; col < Bc; col++) {
         for (int c = 0; c < dims; c++) {
           const float key = lane + 32 * c < d ? K_smem[col * (d + 1) + lane + 32 * c] : 0.f;
@@ -139,18 +138,18 @@ __global__ void __launch_bounds__(threads, 2) recompute_kernel(BwdParams p, cons
       for (int r = 0; r < rows; r++) {
         const int row = i * Br + warp * rows + r;
         if (row >= p.N_q) continue;
-        for (int c = 0; c < dims; c++) {                                 // 15: to HBM, beside other blocks
+        for (int c = 0; c < dims; c++) {                                 // line 15: to HBM, with other blocks
           const int k = lane + 32 * c;
           if (k < d) atomicAdd(dQ + row * p.dQ.stride_n + k, p.scale * dQ_reg[r][c]);
         }
       }
       // ---
-    }                                                                    // 17
+    }                                                                    // line 17
   }
 
   float* dK = p.dK.head(b, h_kv);
   float* dV = p.dV.head(b, h_kv);
-  for (int r = 0; r < keys; r++) {                                       // 18
+  for (int r = 0; r < keys; r++) {                                       // line 18
     const int col = j * Bc + warp * keys + r;
     if (col >= p.N_k) continue;
     for (int c = 0; c < dims; c++) {
@@ -168,7 +167,7 @@ cudaError_t launch(const BwdParams& p, cudaStream_t stream) {
   float* D = static_cast<float*>(p.workspace);
   launch_D_kernel(p, D, /*clear_dQ=*/true, stream);
   const size_t bytes = 2 * sizeof(float) * (Br * d + Bc * (d + 1) + Br * Bc);
-  allow_shared_memory(recompute_kernel, bytes);
-  recompute_kernel<<<p.B * p.H_kv * ceil_div(p.N_k, Bc), threads, bytes, stream>>>(p, D);
+  allow_shared_memory(backward_kernel, bytes);
+  backward_kernel<<<p.B * p.H_kv * ceil_div(p.N_k, Bc), threads, bytes, stream>>>(p, D);
   return cudaGetLastError();
 }

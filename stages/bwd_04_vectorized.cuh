@@ -121,7 +121,7 @@ __device__ __forceinline__ void atomic_add4(float* to, float x, float y, float z
 #endif
 }
 
-// One block per tile of K and V. The numbers are the lines of Algorithm 2.
+// One block per tile of K and V. Line numbers are those of Algorithm 2.
 __global__ void __launch_bounds__(threads, blocks) vectorized_kernel(BwdParams p, const float* D) {
   const int Tr = ceil_div(p.N_q, Br), Tc = ceil_div(p.N_k, Bc), heads = p.B * p.H_kv;     // 1, 2
   const int j = CAUSAL ? blockIdx.x / heads : blockIdx.x % Tc;           // 5; causal: most rows see j = 0

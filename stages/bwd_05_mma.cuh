@@ -118,7 +118,7 @@ __global__ void __launch_bounds__(256) clear_kernel(float4* dQ_sum, int64_t n) {
   if (t < n) dQ_sum[t] = make_float4(0.f, 0.f, 0.f, 0.f);
 }
 
-// One block per tile of K and V, for tiles from first_j on. The numbers are the lines of Algorithm 2.
+// One block per tile of K and V, for tiles from first_j on. Line numbers are those of Algorithm 2.
 __global__ void __launch_bounds__(threads) mma_kernel(BwdParams p, const float* D, float* dQ_sum,
                                                       int first_j) {
   const int Tr = ceil_div(p.N_q, Br), heads = p.B * p.H_kv, tiles = gridDim.x / heads;    // 1, 2

@@ -125,7 +125,7 @@ struct Sums {              // in HBM, all in float
   float *dK, *dV;          // (B, H, N_k, d): used if H > H_kv
 };
 
-// Zeros in dQ; L and D. The numbers are the lines of Algorithm 2.
+// Zeros in dQ; L and D. Line numbers are those of Algorithm 2.
 __global__ void __launch_bounds__(256) prepare_kernel(BwdParams p, Sums sums) {
   const int N = ceil_div(p.N_q, Br) * Br, blocks = N / block_rows;       // `blocks` of a head
   const int bh = blockIdx.x / blocks, b = bh / p.H, h = bh % p.H;
@@ -160,7 +160,7 @@ __global__ void __launch_bounds__(256) prepare_kernel(BwdParams p, Sums sums) {
   sums.D[at] = L == -INFINITY ? 0.f : sum;         // no key seen: P is 0, but dL may be infinite
 }
 
-// One block per tile of K and V, for tiles from first_j on. The numbers are the lines of Algorithm 2.
+// One block per tile of K and V, for tiles from first_j on. Line numbers are those of Algorithm 2.
 __global__ void __launch_bounds__(threads) cp_async_kernel(BwdParams p, Sums sums, int first_j) {
   // 5: which tile of K and V. Causal: of 16 heads (so that the cache holds their Q, dO and dQ) those come
   // first that most rows see.

@@ -36,15 +36,15 @@
 #include "common/warp.cuh"
 
 constexpr int d = HEAD_DIM;
-constexpr int Br = BLOCK_R, Bc = BLOCK_C; // 1: the paper derives them from M, the size of shared memory
+constexpr int Br = BLOCK_R, Bc = BLOCK_C;  // line 1: the paper derives them from M, the size of shared memory
 constexpr int warps = 8, threads = 32 * warps;
 constexpr int rows = Br / warps;          // rows of a tile per warp
 constexpr int cols = Bc / 32;             // columns of S per lane
 constexpr int dims = (d + 31) / 32;       // columns of O per lane
 
-// One block per head. The numbers are the lines of Algorithm 1.
+// One block per head. Line numbers are those of Algorithm 1.
 __global__ void __launch_bounds__(threads, 2) online_softmax_kernel(FwdParams p, float* m, float* l) {
-  const int Tr = ceil_div(p.N_q, Br), Tc = ceil_div(p.N_k, Bc);          // 3, 4
+  const int Tr = ceil_div(p.N_q, Br), Tc = ceil_div(p.N_k, Bc);          // lines 3, 4
   const int bh = blockIdx.x;
   const int b = bh / p.H, h = bh % p.H, h_kv = h / (p.H / p.H_kv);
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
@@ -58,7 +58,7 @@ __global__ void __launch_bounds__(threads, 2) online_softmax_kernel(FwdParams p,
   float* V_smem = K_smem + Bc * (d + 1);  // Bc x d
   float* P_smem = V_smem + Bc * d;        // Br x Bc
 
-  for (int row = warp; row < p.N_q; row += warps) {                      // 2
+  for (int row = warp; row < p.N_q; row += warps) {                      // line 2
     for (int k = lane; k < d; k += 32) O[row * p.O.stride_n + k] = 0.f;
     if (lane == 0) {
       m[row] = -INFINITY;
@@ -66,19 +66,19 @@ __global__ void __launch_bounds__(threads, 2) online_softmax_kernel(FwdParams p,
     }
   }
 
-  for (int j = 0; j < Tc; j++) {                                         // 5
+  for (int j = 0; j < Tc; j++) {                                         // line 5
     __syncthreads();                      // all are done with the last tiles, which are now overwritten
-    load_tile(K_smem, d + 1, p.K.head(b, h_kv), p.K.stride_n, j * Bc, Bc, p.N_k);   // 6
+    load_tile(K_smem, d + 1, p.K.head(b, h_kv), p.K.stride_n, j * Bc, Bc, p.N_k);          // line 6
     load_tile(V_smem, d, p.V.head(b, h_kv), p.V.stride_n, j * Bc, Bc, p.N_k);
 
     // causal: the first row that sees key j * Bc is j * Bc - diagonal; the tiles of Q before it see none
     const int first_i = CAUSAL ? max(j * Bc - p.diagonal, 0) / Br : 0;
-    for (int i = first_i; i < Tr; i++) {                                 // 7
+    for (int i = first_i; i < Tr; i++) {                                 // line 7
       __syncthreads();                    // as above, for Q
-      load_tile(Q_smem, d, p.Q.head(b, h), p.Q.stride_n, i * Br, Br, p.N_q);        // 8
+      load_tile(Q_smem, d, p.Q.head(b, h), p.Q.stride_n, i * Br, Br, p.N_q);               // line 8
       __syncthreads();                    // nobody reads before everybody has written
 
-      float S_reg[rows][cols] = {};                                      // 9: S_ij = Q_i K_j^T
+      float S_reg[rows][cols] = {};                                      // line 9: S_ij = Q_i K_j^T
       for (int k = 0; k < d; k++) {
         for (int c = 0; c < cols; c++) {
           const float key = K_smem[(lane + 32 * c) * (d + 1) + k];   // a key per lane; Q: all the same
@@ -89,10 +89,10 @@ __global__ void __launch_bounds__(threads, 2) online_softmax_kernel(FwdParams p,
       float m_new[rows], l_old[rows], l_new[rows], alpha[rows], beta[rows];
       for (int r = 0; r < rows; r++) {
         const int row = i * Br + warp * rows + r;
-        const float m_old = row < p.N_q ? m[row] : -INFINITY;            // 8
+        const float m_old = row < p.N_q ? m[row] : -INFINITY;            // line 8
         l_old[r] = row < p.N_q ? l[row] : 0.f;
 
-        float m_tile = -INFINITY;                                        // 10: m~, P~, l~ of this tile
+        float m_tile = -INFINITY;                                        // line 10: m~, P~, l~ of this tile
         for (int c = 0; c < cols; c++) {
           const int col = j * Bc + lane + 32 * c;
           const bool visible = col < p.N_k && (!CAUSAL || col <= row + p.diagonal);
@@ -110,7 +110,7 @@ __global__ void __launch_bounds__(threads, 2) online_softmax_kernel(FwdParams p,
         l_tile = warp_sum(l_tile);
 
         // --- the tile joins the row so far
-        m_new[r] = fmaxf(m_old, m_tile);                                 // 11
+        m_new[r] = fmaxf(m_old, m_tile);                                 // line 11
         const float shift_new = m_new[r] == -INFINITY ? 0.f : m_new[r];  // has seen no key at all yet
         alpha[r] = expf(m_old - shift_new);
         beta[r] = expf(m_tile - shift_new);
@@ -119,7 +119,7 @@ __global__ void __launch_bounds__(threads, 2) online_softmax_kernel(FwdParams p,
       }
       __syncwarp();                       // P_smem is complete; all have read m and l, which lane 0 writes
 
-      float O_reg[rows][dims] = {};                                      // 12: P~_ij V_j
+      float O_reg[rows][dims] = {};                                      // line 12: P~_ij V_j
       for (int col = 0; col < Bc; col++) {
         for (int c = 0; c < dims; c++) {
           const float value = lane + 32 * c < d ? V_smem[col * d + lane + 32 * c] : 0.f;
@@ -130,20 +130,20 @@ __global__ void __launch_bounds__(threads, 2) online_softmax_kernel(FwdParams p,
         const int row = i * Br + warp * rows + r;
         if (row >= p.N_q) continue;
         // --- O_i of all keys so far
-        for (int c = 0; c < dims; c++) {                                 // 8, 12: O_i from HBM and back
+        for (int c = 0; c < dims; c++) {                                 // lines 8, 12: O_i from HBM and back
           const int k = lane + 32 * c;
           if (k >= d || l_new[r] == 0.f) continue;                       // O stays 0 until the row sees a key
           float* o = O + row * p.O.stride_n + k;
           *o = (l_old[r] * alpha[r] * *o + beta[r] * O_reg[r][c]) / l_new[r];
         }
         // ---
-        if (lane == 0) {                                                 // 13
+        if (lane == 0) {                                                 // line 13
           m[row] = m_new[r];
           l[row] = l_new[r];
         }
       }
-    }                                                                    // 14
-  }                                                                      // 15, 16
+    }                                                                    // line 14
+  }                                                                      // lines 15, 16
 
   __syncthreads();
   for (int row = threadIdx.x; row < p.N_q; row += threads)               // beyond Algorithm 1: our L

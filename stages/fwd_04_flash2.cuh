@@ -35,6 +35,7 @@
 // time, would need fewer loads. And on the diagonal a causal tile is computed whole, half of it in vain.
 #pragma once
 #include "common/launch.cuh"
+#include "common/mask.cuh"
 #include "common/tile.cuh"
 #include "common/warp.cuh"
 
@@ -45,12 +46,13 @@ constexpr int rows = Br / warps;          // rows of a tile per warp
 constexpr int cols = Bc / 32;             // columns of S per lane
 constexpr int dims = (d + 31) / 32;       // columns of O per lane
 
-// One block per tile of Q. The numbers are the lines of Algorithm 1.
-__global__ void __launch_bounds__(threads, 3) flash2_kernel(FwdParams p) {
-  const int Tr = ceil_div(p.N_q, Br);                                    // 1, 2
-  const int i = blockIdx.x % Tr, bh = blockIdx.x / Tr;                   // 3
+// One block per tile of Q. Line numbers are those of Algorithm 1.
+__global__ void __launch_bounds__(threads, 3) forward_kernel(FwdParams p) {
+  const int Tr = ceil_div(p.N_q, Br);                                    // lines 1, 2
+  const int i = blockIdx.x % Tr, bh = blockIdx.x / Tr;                   // line 3
   const int b = bh / p.H, h = bh % p.H, h_kv = h / (p.H / p.H_kv);
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const Mask mask(p);
   float* O = p.O.head(b, h);
 
   extern __shared__ float smem[];
@@ -58,25 +60,21 @@ __global__ void __launch_bounds__(threads, 3) flash2_kernel(FwdParams p) {
   float* K_smem = Q_smem + Br * d;        // Bc x d, rows d + 1 apart
   float* V_smem = K_smem + Bc * (d + 1);  // Bc x d
   float* P_smem = V_smem + Bc * d;        // Br x Bc
-  load_tile(Q_smem, d, p.Q.head(b, h), p.Q.stride_n, i * Br, Br, p.N_q);            // 4
+  load_tile(Q_smem, d, p.Q.head(b, h), p.Q.stride_n, i * Br, Br, p.N_q); // line 4
 
-  float O_reg[rows][dims] = {}, m[rows], l[rows];                        // 5
+  float O_reg[rows][dims] = {}, m[rows], l[rows];                        // line 5
   for (int r = 0; r < rows; r++) {
     m[r] = -INFINITY;
     l[r] = 0.f;
   }
 
-  // --- the number of keys to visit
-  // causal: row q sees q + 1 + diagonal keys, and the tile's last row is (i + 1) * Br - 1
-  const int keys = CAUSAL ? min(p.N_k, (i + 1) * Br + p.diagonal) : p.N_k;
-  // ---
-  for (int j = 0; j * Bc < keys; j++) {                                  // 6
+  for (int j = 0; j < mask.end_j(i); j++) {                              // line 6
     __syncthreads();                      // all are done with the last tiles, which are now overwritten
-    load_tile(K_smem, d + 1, p.K.head(b, h_kv), p.K.stride_n, j * Bc, Bc, p.N_k);   // 7
+    load_tile(K_smem, d + 1, p.K.head(b, h_kv), p.K.stride_n, j * Bc, Bc, p.N_k);          // line 7
     load_tile(V_smem, d, p.V.head(b, h_kv), p.V.stride_n, j * Bc, Bc, p.N_k);
     __syncthreads();                      // nobody reads before everybody has written
 
-    float S_reg[rows][cols] = {};                                        // 8: S_ij = Q_i K_j^T
+    float S_reg[rows][cols] = {};                                        // line 8: S_ij = Q_i K_j^T
     for (int k = 0; k < d; k++) {
       for (int c = 0; c < cols; c++) {
         const float key = K_smem[(lane + 32 * c) * (d + 1) + k];   // a key per lane; Q: all the same
@@ -84,13 +82,12 @@ __global__ void __launch_bounds__(threads, 3) flash2_kernel(FwdParams p) {
       }
     }
 
-    for (int r = 0; r < rows; r++) {                                     // 9
+    for (int r = 0; r < rows; r++) {                                     // line 9
       const int row = i * Br + warp * rows + r;
       float m_new = m[r];
       for (int c = 0; c < cols; c++) {
         const int col = j * Bc + lane + 32 * c;
-        const bool visible = col < p.N_k && (!CAUSAL || col <= row + p.diagonal);
-        S_reg[r][c] = visible ? p.scale * S_reg[r][c] : -INFINITY;
+        S_reg[r][c] = mask.sees(row, col) ? p.scale * S_reg[r][c] : -INFINITY;
         m_new = fmaxf(m_new, S_reg[r][c]);
       }
       m_new = warp_max(m_new);
@@ -105,28 +102,29 @@ __global__ void __launch_bounds__(threads, 3) flash2_kernel(FwdParams p) {
       const float alpha = expf(m[r] - shift);
       l[r] = alpha * l[r] + warp_sum(l_tile);
       m[r] = m_new;
-      for (int c = 0; c < dims; c++) O_reg[r][c] *= alpha;               // 10: e^(m - m_new) O
+      for (int c = 0; c < dims; c++) O_reg[r][c] *= alpha;               // line 10: e^(m - m_new) O
       // ---
     }
     __syncwarp();                         // a warp reads only the rows of P that it wrote itself
 
-    for (int col = 0; col < Bc; col++) {                                 // 10: + P~_ij V_j
+    for (int col = 0; col < Bc; col++) {                                 // line 10: + P~_ij V_j
       for (int c = 0; c < dims; c++) {
         const float value = lane + 32 * c < d ? V_smem[col * d + lane + 32 * c] : 0.f;
         for (int r = 0; r < rows; r++) O_reg[r][c] += P_smem[(warp * rows + r) * Bc + col] * value;
       }
     }
-  }                                                                      // 11
+  }                                                                      // line 11
 
   for (int r = 0; r < rows; r++) {
     const int row = i * Br + warp * rows + r;
     if (row >= p.N_q) continue;
     // --- O and L leave the registers
-    for (int c = 0; c < dims; c++) {                                     // 12, 14
+    for (int c = 0; c < dims; c++) {                                     // lines 12, 14
       const int k = lane + 32 * c;
       if (k < d) O[row * p.O.stride_n + k] = l[r] == 0.f ? 0.f : O_reg[r][c] / l[r];
     }
-    if (lane == 0) p.L[(int64_t)bh * p.N_q + row] = l[r] == 0.f ? -INFINITY : m[r] + logf(l[r]);   // 13, 15
+    if (lane == 0)                                                       // lines 13, 15
+      p.L[(int64_t)bh * p.N_q + row] = l[r] == 0.f ? -INFINITY : m[r] + logf(l[r]);
     // ---
   }
 }
@@ -135,7 +133,7 @@ size_t workspace_bytes(const FwdParams&) { return 0; }
 
 cudaError_t launch(const FwdParams& p, cudaStream_t stream) {
   const size_t bytes = sizeof(float) * (Br * d + Bc * (d + 1) + Bc * d + Br * Bc);
-  allow_shared_memory(flash2_kernel, bytes);
-  flash2_kernel<<<p.B * p.H * ceil_div(p.N_q, Br), threads, bytes, stream>>>(p);
+  allow_shared_memory(forward_kernel, bytes);
+  forward_kernel<<<p.B * p.H * ceil_div(p.N_q, Br), threads, bytes, stream>>>(p);
   return cudaGetLastError();
 }

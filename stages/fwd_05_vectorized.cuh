@@ -125,7 +125,7 @@ __device__ __forceinline__ float sum_of_8(float x) {
   return x;
 }
 
-// One block per tile of Q. The numbers are the lines of Algorithm 1.
+// One block per tile of Q. Line numbers are those of Algorithm 1.
 __global__ void __launch_bounds__(threads, blocks) vectorized_kernel(FwdParams p) {
   const int Tr = ceil_div(p.N_q, Br), heads = p.B * p.H;                 // 1, 2
   const int i = CAUSAL ? Tr - 1 - blockIdx.x / heads : blockIdx.x % Tr;  // 3; causal: the last sees most keys

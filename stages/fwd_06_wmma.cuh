@@ -96,7 +96,7 @@ __device__ __forceinline__ void store4(ELEMENT* to, float x, float y, float z, f
   *reinterpret_cast<uint2*>(to) = *reinterpret_cast<uint2*>(four);
 }
 
-// One block per tile of Q. The numbers are the lines of Algorithm 1.
+// One block per tile of Q. Line numbers are those of Algorithm 1.
 __global__ void __launch_bounds__(threads, 1) wmma_kernel(FwdParams p) {
   const int Tr = ceil_div(p.N_q, Br);                                    // 1, 2
   const int i = blockIdx.x % Tr, bh = blockIdx.x / Tr;                   // 3

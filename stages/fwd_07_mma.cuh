@@ -99,7 +99,7 @@ __device__ __forceinline__ void load_tile(ELEMENT* tile, const ELEMENT* matrix, 
   }
 }
 
-// One block per tile of Q. The numbers are the lines of Algorithm 1.
+// One block per tile of Q. Line numbers are those of Algorithm 1.
 __global__ void __launch_bounds__(threads) mma_kernel(FwdParams p) {
   const int Tr = ceil_div(p.N_q, Br);                                    // 1, 2
   const int i = blockIdx.x % Tr, bh = blockIdx.x / Tr;                   // 3

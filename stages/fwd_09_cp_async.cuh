@@ -93,7 +93,7 @@ __device__ __forceinline__ void copy_tile(ELEMENT* tile, const ELEMENT* matrix, 
 }
 
 // One block per tile of Q, from the one before `end` downwards. Of heads, gridDim.x are next to each other in
-// time: x counts fastest, z slowest. The numbers are the lines of Algorithm 1.
+// time: x counts fastest, z slowest. Line numbers are those of Algorithm 1.
 __global__ void __launch_bounds__(threads, blocks) cp_async_kernel(FwdParams p, int end) {
   const int i = end - 1 - blockIdx.y, bh = blockIdx.z * gridDim.x + blockIdx.x;    // 1, 2, 3
   const int b = bh / p.H, h = bh % p.H, h_kv = h / (p.H / p.H_kv);

@@ -5,7 +5,7 @@
 constexpr int D_rows = 8;                 // of a block, one per warp
 
 // With clear_dQ the rows of dQ become 0, for kernels that add to them. (dQ may have gaps between its rows, so
-// cudaMemset would not do.) The numbers are the lines of FlashAttention-2's Algorithm 2.
+// cudaMemset would not do.) Line numbers are those of FlashAttention-2's Algorithm 2.
 __global__ void __launch_bounds__(32 * D_rows) D_kernel(BwdParams p, float* D, bool clear_dQ) {
   const int64_t at = (int64_t)blockIdx.x * D_rows + threadIdx.x / 32;    // of B * H * N_q
   const int lane = threadIdx.x % 32;
@@ -17,8 +17,8 @@ __global__ void __launch_bounds__(32 * D_rows) D_kernel(BwdParams p, float* D, b
 
   float sum = 0.f;
   for (int k = lane; k < HEAD_DIM; k += 32) {
-    sum += float(dO[k]) * float(O[k]);                                   // 4
-    if (clear_dQ) dQ[k] = 0.f;                                           // 3
+    sum += float(dO[k]) * float(O[k]);                                   // line 4
+    if (clear_dQ) dQ[k] = 0.f;                                           // line 3
   }
   sum = warp_sum(sum);
   if (lane > 0) return;

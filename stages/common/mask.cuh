@@ -1,0 +1,35 @@
+// Which scores count. Introduced by: forward stage 4, flash2. (Another mask is another file like this one.)
+#pragma once
+#include "tensor.cuh"
+
+// Made once a block. Asked in two places: which tiles there are (S_ij is skipped, cut or whole), and within a
+// tile that it cuts, element by element.
+struct Mask {
+  int N_q, N_k, diagonal;
+
+  template <class Params>
+  __device__ explicit Mask(const Params& p) : N_q(p.N_q), N_k(p.N_k), diagonal(p.diagonal) {}
+
+  // Does the query of `row` see the key of `col`? Rows and keys past the end are not there.
+  __device__ bool sees(int row, int col) const {
+    return row < N_q && col < N_k && (!CAUSAL || col <= row + diagonal);
+  }
+
+  // Tile i of Q, causal: row q sees q + 1 + diagonal keys. The last row of the tile, (i + 1) * Br - 1, sees
+  // most: S_ij is skipped from j = end_j(i) on. The first row, i * Br, sees fewest: S_ij is whole before
+  // cut_j(i).
+  __device__ int end_j(int i) const { return ceil_div(seen_by((i + 1) * BLOCK_R - 1), BLOCK_C); }
+  __device__ int cut_j(int i) const { return seen_by(i * BLOCK_R) / BLOCK_C; }
+
+  // Tile j of K and V, causal: the first row that sees key j * Bc is j * Bc - diagonal. S_ij is skipped
+  // before i = first_i(j).
+  __device__ int first_i(int j) const { return CAUSAL ? max(j * BLOCK_C - diagonal, 0) / BLOCK_R : 0; }
+
+  // Does S_ij have an element that does not count?
+  __device__ bool cuts(int i, int j) const { return (i + 1) * BLOCK_R > N_q || j >= cut_j(i); }
+
+ private:
+  // --- how many keys a row sees
+  __device__ int seen_by(int row) const { return CAUSAL ? max(min(N_k, row + 1 + diagonal), 0) : N_k; }
+  // ---
+};
