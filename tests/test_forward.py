@@ -229,8 +229,9 @@ def test_stage_none_takes_the_best(device):
     assert torch.float32 in dtypes
     for dtype in dtypes:
         q, k, v = random_qkv(1, 1, 1, 20, 20, 16, device, dtype)
-        best = [s.name for s in flash.stages("fwd") if s.available(device, dtype) and dtype in s.dtypes][-1]
-        assert torch.equal(flash.attention(q, k, v), flash.attention(q, k, v, stage=best))
+        best = flash.find_stage(None, dtype, torch.device(device))
+        assert best.default
+        assert torch.equal(flash.attention(q, k, v), flash.attention(q, k, v, stage=best.name))
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
