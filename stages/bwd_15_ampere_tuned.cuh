@@ -16,6 +16,7 @@
 #include "common/launch.cuh"
 #include "common/mask.cuh"
 #include "common/order.cuh"
+#include "common/pairs.cuh"
 #include "common/prepare.cuh"
 #include "common/product.cuh"
 #include "common/reduce_heads.cuh"
