@@ -42,6 +42,8 @@ from jit.registry import (
     Stage,
     default_device,
     find_stage,
+    lineage,
+    parent,
     read_stage,
     shared_memory_per_block,
     stages,
@@ -50,8 +52,8 @@ from simulator.inspection import Report
 
 __all__ = ["BUILD", "DTYPES", "FIELDS", "MAX_HEAD_DIM", "ROOT", "STAGES", "Available", "Difference", "Report",
            "Stage", "attention", "build", "build_simulator", "can_inspect", "default_device", "definitions",
-           "describe_device", "diff", "find_nvcc", "find_stage", "inspect", "nvcc_version", "read_stage",
-           "scaled_dot_product_attention", "shared_memory_per_block", "stages"]
+           "describe_device", "diff", "find_nvcc", "find_stage", "inspect", "lineage", "nvcc_version",
+           "parent", "read_stage", "scaled_dot_product_attention", "shared_memory_per_block", "stages"]
 
 MAX_HEAD_DIM = 256
 ELEMENTS = {torch.float32: "float", torch.float16: "__half", torch.bfloat16: "__nv_bfloat16"}   # in CUDA
@@ -435,8 +437,8 @@ def _launch(stage: Stage, tiles: dict[str, int], deterministic: bool, diagonal: 
     report = _inspection.get()
     if report and q.device.type != "cpu":
         raise RuntimeError("inspect() observes the simulator, not a GPU: pass CPU tensors (q.cpu(), ...)")
-    library = _library(stage, definitions(stage, q.dtype, d, diagonal is not None, tiles, deterministic),
-                       q.device)
+    macros = definitions(stage, q.dtype, d, diagonal is not None, tiles, deterministic, scale < 0)
+    library = _library(stage, macros, q.device)
     params = _PARAMS[stage.direction](B=B, H=H, H_kv=k.shape[1], N_q=N_q, N_k=k.shape[2],
                                       diagonal=diagonal or 0, scale=scale)
     _point(params, inputs | outputs)
@@ -477,10 +479,11 @@ def _visible_pairs(N_q: int, N_k: int, diagonal: int | None) -> int:
 
 
 def definitions(stage: Stage, dtype: torch.dtype, d: int, causal: bool, tiles: dict[str, int],
-                deterministic: bool = False) -> dict[str, str | Path]:
+                deterministic: bool = False, negative_scale: bool = False) -> dict[str, str | Path]:
     """The macros that flash_fwd.cu or flash_bwd.cu is compiled with; a path stands for a file to include."""
     macros = {"STAGE_FILE": stage.path, "ELEMENT": ELEMENTS[dtype], "HEAD_DIM": str(d),
-              "CAUSAL": str(int(causal)), "BLOCK_R": str(tiles["Br"]), "BLOCK_C": str(tiles["Bc"])}
+              "CAUSAL": str(int(causal)), "NEGATIVE_SCALE": str(int(negative_scale)),
+              "BLOCK_R": str(tiles["Br"]), "BLOCK_C": str(tiles["Bc"])}
     if stage.direction == "bwd":
         macros["DETERMINISTIC"] = str(int(deterministic and stage.deterministic_on_request))
     return macros

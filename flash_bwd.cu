@@ -1,8 +1,11 @@
 // FlashAttention backward: what it computes, the ladder, and the one entry point. As with flash_fwd.cu, which
 // has the notation, this is the file that is compiled, and the stage comes in as a macro:
 //
-//   nvcc -DSTAGE_FILE='"stages/bwd_02_recompute.cuh"' -DELEMENT=float -DHEAD_DIM=64 -DCAUSAL=1 -DBLOCK_R=64 \
-//        -DBLOCK_C=64 -arch=sm_80 -cubin -Xptxas -v flash_bwd.cu
+//   nvcc -DSTAGE_FILE='"stages/bwd_02_recompute.cuh"' -DELEMENT=float -DHEAD_DIM=64 -DCAUSAL=1 \
+//        -DNEGATIVE_SCALE=0 -DDETERMINISTIC=0 -DBLOCK_R=64 -DBLOCK_C=64 -arch=sm_80 -cubin -Xptxas -v \
+//        flash_bwd.cu
+//
+// (DETERMINISTIC is 1 where a stage that is deterministic on request is to be so.)
 //
 // Given dO, the gradient of a loss by O, it computes dQ, dK and dV, its gradients by Q, K and V. For every
 // batch element and query head (stages/bwd_01_naive.cuh derives it):

@@ -1,9 +1,10 @@
 // FlashAttention forward: the notation, the ladder, and the one entry point. This is the file that is
 // compiled; the stage to compile comes in as a macro, and so do its compile-time constants:
 //
-//   nvcc -DSTAGE_FILE='"stages/fwd_04_flash2.cuh"' -DELEMENT=float -DHEAD_DIM=64 -DCAUSAL=1 -DBLOCK_R=64 \
-//        -DBLOCK_C=64 -arch=sm_80 -cubin -Xptxas -v flash_fwd.cu
+//   nvcc -DSTAGE_FILE='"stages/fwd_04_flash2.cuh"' -DELEMENT=float -DHEAD_DIM=64 -DCAUSAL=1 \
+//        -DNEGATIVE_SCALE=0 -DBLOCK_R=64 -DBLOCK_C=64 -arch=sm_80 -cubin -Xptxas -v flash_fwd.cu
 //
+// (ELEMENT is __half or __nv_bfloat16 for the stages in 16 bits. NEGATIVE_SCALE is 1 for a scale below 0.)
 // flash.py passes them, builds on first use and calls flash_fwd(). Nothing here needs PyTorch's headers: a
 // build takes a second.
 //

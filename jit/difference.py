@@ -13,7 +13,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.text import Text
 
-from .registry import DIRECTIONS, ROOT, Stage, read_stage, stages
+from .registry import DIRECTIONS, ROOT, Stage, parent, read_stage, stages
 
 # The comments around what an exercise asks for: the first has a title, the second has none
 SECTION = re.compile(r"\s*// ---(?: (\S.*))?$")
@@ -78,41 +78,35 @@ class Difference:
                 f'<div style="display:inline-block;min-width:100%">{"".join(rows)}</div></pre>')
 
 
-def diff(before: str | Path | Stage, after: str | Path | Stage, *, direction: str | None = None,
-         context: int = CONTEXT, header: bool = False) -> Difference:
-    """What a stage changes of another one, line by line.
+def diff(before: str | Path | Stage, after: str | Path | Stage | None = None, *,
+         direction: str | None = None, context: int = CONTEXT, header: bool = False) -> Difference:
+    """What a stage changes of its parent, or of another one, line by line.
 
-        flash.diff("flash2", "vectorized")
+        flash.diff("mma")                       # of the stage that it grew from
+        flash.diff(Path("mine.cuh"))            # of the one after which its header says that it comes
         flash.diff("flash2", Path("mine.cuh"))
 
     Args:
-        before, after: names of stages, pathlib.Paths of .cuh files, or Stages.
-        direction: "fwd" or "bwd", for names that both ladders have; default: forward, if it has both.
+        before, after: names of stages, pathlib.Paths of .cuh files, or Stages. One alone is compared with its
+            parent.
+        direction: "fwd" or "bwd", for names that both ladders have; default: forward, if it has them.
         context: unchanged lines to show around a change.
         header: also compare the comments at the files' tops, which say more than a diff does, and those with
             --- around what an exercise asks for.
     Returns:
         A Difference: print() it, or leave it to a notebook to show.
     Raises:
-        ValueError: if no ladder has stages of these names, or a path leads to no file.
+        ValueError: if no ladder has stages of these names, a path leads to no file, or a stage alone has no
+            parent.
     """
     if direction not in (None, *DIRECTIONS):
         raise ValueError(f"direction must be fwd, bwd or None, not {direction!r}")
-    names = [x for x in (before, after) if isinstance(x, str)]
-    directions = [direction] if direction else list(DIRECTIONS)
-    ladders = [{s.name: s for s in stages(d)} for d in directions]
-    ladder = next((found for found in ladders if all(name in found for name in names)), None)
-    if ladder is None:
-        missing = next((n for n in names if not any(n in found for found in ladders)), None)
-        what = f"there is no stage {missing!r}" if missing else f"{' and '.join(names)} are of two ladders"
-        known = "; ".join(f"{DIRECTIONS[d]}: {', '.join(found)}" for d, found in zip(directions, ladders))
-        raise ValueError(f"diff(): {what}; the stages are {known}")
-    found = []
-    for x in (before, after):
-        if not isinstance(x, (str, Path, Stage)):
-            raise ValueError("diff() compares stages, by name, pathlib.Path or Stage, not by "
-                             f"{type(x).__name__}")
-        found.append(ladder[x] if isinstance(x, str) else read_stage(x) if isinstance(x, Path) else x)
+    found = _find([before] if after is None else [before, after], direction)
+    if after is None:
+        if not (grew_from := parent(found[0])):
+            raise ValueError(f"diff(): {found[0].path.name} has no parent: name the stage to compare it "
+                             "with, or give its header a line such as `// after: flash2`")
+        found.insert(0, grew_from)
     (old_numbers, old), (numbers, new) = (_code(stage.path, header) for stage in found)
     lines: list[str] = []
     for group in difflib.SequenceMatcher(None, old, new, autojunk=False).get_grouped_opcodes(context):
@@ -124,6 +118,27 @@ def diff(before: str | Path | Stage, after: str | Path | Stage, *, direction: st
                 lines += [f"-{line}" for line in old[old_from:old_to]]
                 lines += [f"+{line}" for line in new[new_from:new_to]]
     return Difference(*(_shown(stage.path) for stage in found), tuple(lines))
+
+
+def _find(asked: list[str | Path | Stage], direction: str | None) -> list[Stage]:
+    """The stages of diff()'s arguments; names must be of one ladder."""
+    names = [x for x in asked if isinstance(x, str)]
+    directions = [direction] if direction else list(DIRECTIONS)
+    ladders = [{s.name: s for s in stages(d)} for d in directions]
+    ladder = next((known for known in ladders if all(name in known for name in names)), None)
+    if ladder is None:
+        missing = next((n for n in names if not any(n in known for known in ladders)), None)
+        what = f"there is no stage {missing!r}" if missing else f"{' and '.join(names)} are of two ladders"
+        known = "; ".join(f"{DIRECTIONS[d]}: {', '.join(known)}" for d, known in zip(directions, ladders))
+        raise ValueError(f"diff(): {what}; the stages are {known}")
+    found = []
+    for x in asked:
+        if not isinstance(x, (str, Path, Stage)):
+            raise ValueError("diff() compares stages, by name, pathlib.Path or Stage, not by "
+                             f"{type(x).__name__}")
+        found.append(ladder[x] if isinstance(x, str) else read_stage(x, direction or "fwd")
+                     if isinstance(x, Path) else x)
+    return found
 
 
 def _code(file: Path, header: bool) -> tuple[list[int], list[str]]:

@@ -265,7 +265,8 @@ def test_the_compiler_command(tmp_path, file):
         pytest.skip(test_nvcc.WHY_NOT)
     lines = (flash.ROOT / file).read_text().splitlines()
     start = next(i for i, line in enumerate(lines) if line.startswith("//   nvcc "))
-    command = " ".join(line.strip("/ \\") for line in lines[start:start + 2])
+    end = next(i for i in range(start, len(lines)) if not lines[i].endswith("\\"))
+    command = " ".join(line.strip("/ \\") for line in lines[start:end + 1])
     done = subprocess.run(f"{command.replace('nvcc', str(nvcc), 1)} -o {tmp_path}/out", shell=True,
                           cwd=flash.ROOT, capture_output=True, text=True)
     assert done.returncode == 0 and "registers" in done.stderr, done.stderr
