@@ -22,7 +22,7 @@
 //                                          anew each time, and stay as they are: a float4 along k gives four
 //                                          steps of the sum, one after the other (add_product).
 //   dV = P^T dO, dK = dS^T Q  over rows    all four as they are: a row of P and a row of dO make one outer
-//                                          product (common/vector.cuh), and so do those of dS and Q
+//                                          product (common/outer_product.cuh), and so do those of dS and Q
 //   dQ = dS K                 over keys    dS as it is, four steps to a float4; and K once more, as it is
 //
 // So the block has K twice. P waits in shared memory, where dV needs it anyway, while dP is being made: the
@@ -44,7 +44,10 @@
 // Bound by how fast registers reach the multipliers, it seems, like the forward stage: these are busy 63 % of
 // the time, issue slots 73 %, shared memory 50 %, HBM 4 % (H200, B4 H12 N1024 d64 causal).
 #pragma once
+#include "common/conflict_free.cuh"
+#include "common/exp2.cuh"
 #include "common/launch.cuh"
+#include "common/outer_product.cuh"
 #include "common/rowsum.cuh"
 #include "common/vector.cuh"
 
@@ -130,10 +133,11 @@ __global__ void __launch_bounds__(threads, blocks) vectorized_kernel(BwdParams p
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   // Of this thread: rows S_row + 4 * r, columns from S_col on, of S and dP; rows keys to keys + 3 of dK and
   // dV, dQ_row + 4 * r of dQ, columns from dim on. (Columns: four, then four more 32 further on.)
-  const int S_row = warp / warps_c * 4 * rows + lane4(), S_col = warp % warps_c * 8 * cols + 4 * lane8();
-  const int keys = warp / warps_d * 16 + 4 * lane4(), dim = warp % warps_d * 8 * dims + 4 * lane8();
-  const int dQ_row = warp / warps_d * 4 * dQ_rows + lane4();
-  const int odd = lane4() % 2;            // are S_row and dQ_row?
+  const int S_row = warp / warps_c * 4 * rows + lane_row4();
+  const int S_col = warp % warps_c * 8 * cols + 4 * lane_col8();
+  const int keys = warp / warps_d * 16 + 4 * lane_row4(), dim = warp % warps_d * 8 * dims + 4 * lane_col8();
+  const int dQ_row = warp / warps_d * 4 * dQ_rows + lane_row4();
+  const int odd = lane_row4() % 2;            // are S_row and dQ_row?
 
   extern __shared__ __align__(16) float smem[];
   float* K_smem = smem;                   // Bc x width
@@ -192,7 +196,7 @@ __global__ void __launch_bounds__(threads, blocks) vectorized_kernel(BwdParams p
     for (int k8 = 0; k8 < d; k8 += 8) {
       #pragma unroll
       for (int k = 0; k < 8; k += 4)
-        add_product(S_reg, Q_at + (k ^ 4 * odd), 4 * width, K_at + k * Bc, Bc, S_col, swap_of(k), 0);
+        add_product(S_reg, Q_at + (k ^ 4 * odd), 4 * width, K_at + k * Bc, Bc, S_col, swizzle_of(k), 0);
       Q_at += 8;
       K_at += 8 * Bc;
     }
@@ -223,7 +227,7 @@ __global__ void __launch_bounds__(threads, blocks) vectorized_kernel(BwdParams p
     for (int k8 = 0; k8 < d; k8 += 8) {
       #pragma unroll
       for (int k = 0; k < 8; k += 4)
-        add_product(dP_reg, dO_at + (k ^ 4 * odd), 4 * width, V_at + k * Bc, Bc, S_col, swap_of(k), 0);
+        add_product(dP_reg, dO_at + (k ^ 4 * odd), 4 * width, V_at + k * Bc, Bc, S_col, swizzle_of(k), 0);
       dO_at += 8;
       V_at += 8 * Bc;
     }

@@ -1,7 +1,7 @@
 // What the 16-bit backward stages do before their main kernel. Introduced by: backward stage 8, mma.
 #pragma once
 #include "mma.cuh"
-#include "vector.cuh"
+#include "exp2.cuh"
 
 // A thread has 8 columns of a row: 16 bytes. So many threads have a row together, and a block so many rows:
 constexpr int row_threads = HEAD_DIM <= 64 ? 8 : HEAD_DIM <= 128 ? 16 : 32, block_rows = 256 / row_threads;
