@@ -10,6 +10,7 @@
 // workspace: dQ_accum, D
 // hbm:     B * (8 * H_kv * N_k * d + H * N_q * (Tc * (12 * d + 8 * 128 // Br) + 14 * d + 8))
 #pragma once
+#include "common/exp2.cuh"
 #include "common/launch.cuh"
 #include "common/mask.cuh"
 #include "common/product.cuh"
@@ -20,24 +21,24 @@
 
 constexpr int d = HEAD_DIM;
 constexpr int Br = BLOCK_R, Bc = BLOCK_C;
-constexpr int warps = 8, threads = 32 * warps;
 constexpr int pitch = (d + 63) / 64 * 64;          // from a row of a tile in shared memory to the next,
 constexpr int P_pitch = Bc < 64 ? 64 : Bc;         // and of the tiles of P and dS
 constexpr int warp_rows = 16, strips = warp_rows / 16;       // of each result, per warp
-constexpr int parts = warps * warp_rows / Br;      // warps that share these rows,
+constexpr int parts = 2;                           // warps that share these rows,
+constexpr int warps = parts * (Br / warp_rows), threads = 32 * warps;
 constexpr int cols = Bc / parts;                   // each with so many columns of S and dP,
 constexpr int dims = (width / 16 + parts - 1) / parts * 16;  // and of dQ, dK and dV
 
 // Where the element (row, col) of a tile is
 __device__ __forceinline__ int tile_index(int row, int col) { return swizzled(row, col, pitch); }
 
-__global__ void __launch_bounds__(256) clear_kernel(float* dQ_accum, int64_t n) {        // line 3
+__global__ void __launch_bounds__(256) clear_kernel(float* dQ_accum, int64_t n) {          // line 3
   const int64_t t = (int64_t)blockIdx.x * 256 + threadIdx.x;
   if (t < n) dQ_accum[t] = 0.f;
 }
 
 // One block per tile of K and V. Line numbers are those of Algorithm 2.
-__global__ void __launch_bounds__(threads) backward_kernel(BwdParams p, const float* D, float* dQ_accum) {
+__global__ void __launch_bounds__(threads, 1) backward_kernel(BwdParams p, const float* D, float* dQ_accum) {
   const int Tr = ceil_div(p.N_q, Br), Tc = ceil_div(p.N_k, Bc);          // lines 1, 2
   const int j = blockIdx.x % Tc, bh = blockIdx.x / Tc;                   // line 5
   const int b = bh / p.H_kv, h_kv = bh % p.H_kv, group = p.H / p.H_kv;
@@ -52,11 +53,12 @@ __global__ void __launch_bounds__(threads) backward_kernel(BwdParams p, const fl
   ELEMENT* dO_smem = Q_smem + Br * pitch;   // Br x d, the same
   ELEMENT* P_smem = dO_smem + Br * pitch;   // Br x Bc, rows P_pitch apart
   ELEMENT* dS_smem = P_smem + Br * P_pitch; // Br x Bc, the same
-  load_tile<threads>(K_smem, tile_index, p.K.head(b, h_kv), p.K.stride_n, j * Bc, Bc, p.N_k);     // line 6
+  load_tile<threads>(K_smem, tile_index, p.K.head(b, h_kv), p.K.stride_n, j * Bc, Bc, p.N_k);  // line 6
   load_tile<threads>(V_smem, tile_index, p.V.head(b, h_kv), p.V.stride_n, j * Bc, Bc, p.N_k);
 
-  float dK_reg[strips][dims / 8][4] = {}, dV_reg[strips][dims / 8][4] = {};         // line 7
-  // Column `col` of these and of dQ_reg is a column of dK, dV and dQ: every parts-th 16 are this warp's.
+  float dK_reg[strips][dims / 8][4] = {}, dV_reg[strips][dims / 8][4] = {};                // line 7
+  // Of dK, dV and dQ, and so of the operands B that make them, every parts-th 16 columns are this warp's.
+  auto part_of = [&](const ELEMENT* tile) { return as_it_lies(tile, pitch, 0, 16 * part, parts); };
   auto dim = [&](int col) { return 16 * (part + col / 16 * parts) + col % 16; };
   const float scale2 = p.scale * LOG2_E;
 
@@ -64,20 +66,22 @@ __global__ void __launch_bounds__(threads) backward_kernel(BwdParams p, const fl
     const int64_t first_row = ((int64_t)b * p.H + h) * p.N_q;            // of this head, in L, D and dQ_accum
     for (int i = mask.first_i(j); i < Tr; i++) {                         // line 8
       __syncthreads();                    // all are done with the last tiles, which are now overwritten
-      load_tile<threads>(Q_smem, tile_index, p.Q.head(b, h), p.Q.stride_n, i * Br, Br, p.N_q);    // line 9
+      load_tile<threads>(Q_smem, tile_index, p.Q.head(b, h), p.Q.stride_n, i * Br, Br, p.N_q);  // line 9
       load_tile<threads>(dO_smem, tile_index, p.dO.head(b, h), p.dO.stride_n, i * Br, Br, p.N_q);
       __syncthreads();                    // nobody reads before everybody has written
 
       float S_reg[strips][cols / 8][4] = {}, dP_reg[strips][cols / 8][4] = {};
-      multiply(S_reg, width, as_it_lies(Q_smem, pitch, warp_row), transposed(K_smem, pitch, cols * part));   // line 10: S_ij = Q_i K_j^T
-      multiply(dP_reg, width, as_it_lies(dO_smem, pitch, warp_row), transposed(V_smem, pitch, cols * part)); // line 13: dP_ij = dO_i V_j^T
+      multiply(S_reg, width, as_it_lies(Q_smem, pitch, warp_row),        // line 10: S_ij = Q_i K_j^T
+               transposed(K_smem, pitch, cols * part));
+      multiply(dP_reg, width, as_it_lies(dO_smem, pitch, warp_row),      // line 13: dP_ij = dO_i V_j^T
+               transposed(V_smem, pitch, cols * part));
 
       // --- P and dS of the tile
       for_both(S_reg, dP_reg, [&](float& S, float& dP, int r, int c) {
         const int row = i * Br + warp_row + r, col = j * Bc + cols * part + c;
         const float L_row = row < p.N_q ? p.L[first_row + row] : 0.f;    // line 9
         const float D_row = row < p.N_q ? D[first_row + row] : 0.f;
-        S = mask.sees(row, col) ? fast_exp2(scale2 * S - LOG2_E * L_row) : 0.f;     // line 11: P_ij
+        S = mask.sees(row, col) ? fast_exp2(scale2 * S - LOG2_E * L_row) : 0.f;            // line 11: P_ij
         dP = S * (dP - D_row);                                           // line 14: dS_ij
       });
       auto store = [&](ELEMENT* tile, float (&acc)[strips][cols / 8][4]) {
@@ -90,12 +94,12 @@ __global__ void __launch_bounds__(threads) backward_kernel(BwdParams p, const fl
       // ---
       __syncthreads();                    // a warp now reads columns of P and dS, which all warps wrote
 
-      multiply(dV_reg, Br, transposed(P_smem, P_pitch, 0, warp_row), as_it_lies(dO_smem, pitch, 0, 16 * part, parts));  // line 12
-      multiply(dK_reg, Br, transposed(dS_smem, P_pitch, 0, warp_row), as_it_lies(Q_smem, pitch, 0, 16 * part, parts));  // line 16
+      multiply(dV_reg, Br, transposed(P_smem, P_pitch, 0, warp_row), part_of(dO_smem));           // line 12
+      multiply(dK_reg, Br, transposed(dS_smem, P_pitch, 0, warp_row), part_of(Q_smem));           // line 16
 
       // --- the tile's part of dQ
       float dQ_reg[strips][dims / 8][4] = {};                            // line 15: dS_ij K_j
-      multiply(dQ_reg, Bc, as_it_lies(dS_smem, P_pitch, warp_row), as_it_lies(K_smem, pitch, 0, 16 * part, parts));
+      multiply<2>(dQ_reg, Bc, as_it_lies(dS_smem, P_pitch, warp_row), part_of(K_smem));
       for_each(dQ_reg, [&](float& x, int r, int c) {                     // line 15: to HBM, with other blocks
         const int row = i * Br + warp_row + r, k = dim(c);
         if (row < p.N_q && k < d) atomicAdd(dQ_accum + (first_row + row) * d + k, x);
@@ -104,7 +108,7 @@ __global__ void __launch_bounds__(threads) backward_kernel(BwdParams p, const fl
     }                                                                    // line 17
   }
 
-  auto store = [&](const Tensor& out, float (&acc)[strips][dims / 8][4]) {          // line 18
+  auto store = [&](const Tensor& out, float (&acc)[strips][dims / 8][4]) {                 // line 18
     for_each_pair(acc, [&](uint32_t both, int r, int c) {
       const int col = j * Bc + warp_row + r, k = dim(c);
       if (col < p.N_k && k < d)

@@ -12,6 +12,7 @@
 // hbm:     4 * B * d * ((H * 5 ** (H > H_kv) + H_kv) * N_k + H * (N_q * (Tc + 3) + Tr * Br * (2 * Tc + 1)))
 #pragma once
 #include "common/copy_tile.cuh"
+#include "common/exp2.cuh"
 #include "common/gradients.cuh"
 #include "common/launch.cuh"
 #include "common/mask.cuh"
@@ -77,7 +78,7 @@ __global__ void __launch_bounds__(threads) backward_kernel(BwdParams p, Workspac
   };
   const int first_i = mask.first_i(j);
   if (first_i < Tr) {
-    copy_tile<threads>(K_smem, tile_index, p.K.head(b, h_kv), p.K.stride_n, j * Bc, Bc, p.N_k);    // line 6
+    copy_tile<threads>(K_smem, tile_index, p.K.head(b, h_kv), p.K.stride_n, j * Bc, Bc, p.N_k);  // line 6
     copy_tile<threads>(V_smem, tile_index, p.V.head(b, h_kv), p.V.stride_n, j * Bc, Bc, p.N_k);
     start_copies(first_i);
   }
@@ -111,7 +112,7 @@ __global__ void __launch_bounds__(threads) backward_kernel(BwdParams p, Workspac
 
     const int buffer = i % 2 * Br * pitch;
     float X_reg[strips][Br / 8][4] = {};    // lines 10, 13: S^T = K Q^T, or dP^T = V dO^T
-    multiply<4>(X_reg, width, K_or_V, Q_or_dO + buffer);
+    multiply(X_reg, width, K_or_V, Q_or_dO + buffer);
 
     auto PT_at = [&](int row, int col) {    // where two neighbours of P^T or dS^T are
       ELEMENT* tile = PT_smem + i % 2 * Bc * PT_pitch;
@@ -123,9 +124,9 @@ __global__ void __launch_bounds__(threads) backward_kernel(BwdParams p, Workspac
     };
     if (makes_dV) {                                                      // line 11: P_ij
       for_each_two(X_reg, [&](float& x, float& y, int, int col) {
-        const float2 L = *reinterpret_cast<const float2*>(L_smem + i % 2 * Br + col);
-        x = fast_exp2(scale2 * x - L.x);
-        y = fast_exp2(scale2 * y - L.y);
+        const float2 L_row = *reinterpret_cast<const float2*>(L_smem + i % 2 * Br + col);
+        x = fast_exp2(scale2 * x - L_row.x);
+        y = fast_exp2(scale2 * y - L_row.y);
       });
       if (mask.cuts(i, j)) {
         for_each_two(X_reg, [&](float& x, float& y, int row, int col) {
@@ -136,21 +137,21 @@ __global__ void __launch_bounds__(threads) backward_kernel(BwdParams p, Workspac
       round_and_store();
     }
     __syncthreads();                        // the warps for dK now read P
-    if (!makes_dV) {                                                     // line 14: dS_ij, in the place of P_ij
+    if (!makes_dV) {                                                     // line 14: dS_ij, over P_ij
       for_each_two(X_reg, [&](float& x, float& y, int row, int col) {
-        const float2 D = *reinterpret_cast<const float2*>(D_smem + i % 2 * Br + col);
+        const float2 D_row = *reinterpret_cast<const float2*>(D_smem + i % 2 * Br + col);
         const float2 P = unpack(*PT_at(row, col));
-        x = P.x * (x - D.x);
-        y = P.y * (y - D.y);
+        x = P.x * (x - D_row.x);
+        y = P.y * (y - D_row.y);
       });
       round_and_store();
     }
-    multiply(sum_reg, Br, X_frag, dO_or_Q + buffer);   // lines 12, 16
+    multiply<Br / 16>(sum_reg, Br, X_frag, dO_or_Q + buffer);            // lines 12, 16
   }                                                                      // line 17
   __syncthreads();                          // the last dS is there
   if (!makes_dV && first_i < Tr) add_dQ(Tr - 1);
 
-  if (p.H > p.H_kv) {                       // line 18: this head's part
+  if (p.H > p.H_kv) {                                                    // line 18: this head's part
     float* part = dKV_parts + ((makes_dV ? heads : 0) + bh) * (int64_t)p.N_k * d;
     for_each_two(sum_reg, [&](float& x, float& y, int row, int col) {
       const int key = j * Bc + first_key + row;

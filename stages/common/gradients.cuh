@@ -11,9 +11,9 @@ __device__ __forceinline__ void atomic_add4(float* to, const float (&x)[4]) {
 #endif
 }
 
-// Add an accumulator to a tile of dQ_accum, from (row, col) on; of the columns of dQ it has every `step`-th 16.
-// dQ_accum lies as registers do: of each fragment of 16 x 8 come 4 numbers of lane 0, then 4 of lane 1, and so
-// on. A warp adds 512 bytes in a row at a time.
+// Add an accumulator to a tile of dQ_accum, from (row, col) on. Of the columns of dQ it has every `step`-th 16.
+// dQ_accum lies as registers do: of each fragment of 16 x 8, 4 numbers of lane 0 are first, then 4 of lane 1,
+// and so on. So a lane adds 4 numbers by one instruction, a warp 512 bytes in a row.
 template <int strips, int n_tiles>
 __device__ __forceinline__ void add_fragments(float* dQ, const float (&acc)[strips][n_tiles][4], int row,
                                               int col, int step) {
@@ -28,15 +28,15 @@ __device__ __forceinline__ void add_fragments(float* dQ, const float (&acc)[stri
   }
 }
 
-// Eight numbers, times scale and rounded, to element `index` of `matrix`, a multiple of 8. (Counted in pieces of
-// 16 bytes. In elements nvcc takes it for unaligned, and stores 4 times 4 bytes.)
+// Eight numbers, times scale and rounded, to element `index` of `matrix`, a multiple of 8. (The address is
+// counted in 16 bytes. Counted in elements, nvcc takes it for unaligned and stores 4 times 4 bytes.)
 __device__ __forceinline__ void store8(ELEMENT* matrix, int64_t index, const float (&x)[8], float scale) {
   uint32_t rounded[4];
   for (int e = 0; e < 4; e++) rounded[e] = pack<ELEMENT>(scale * x[2 * e], scale * x[2 * e + 1]);
   reinterpret_cast<uint4*>(matrix)[index / 8] = make_uint4(rounded[0], rounded[1], rounded[2], rounded[3]);
 }
 
-// dQ = scale * dQ_accum. Of 8 columns, 4 lanes had 2 each.
+// dQ = scale * dQ_accum, the sum of its copies. Of 8 columns of a row, 4 lanes had 2 each.
 __global__ void __launch_bounds__(256) convert_dQ_kernel(BwdParams p, const float* dQ_accum, int dQ_copies) {
   const int blocks = ceil_div(p.N_q, block_rows), bh = blockIdx.x / blocks, N = padded(p.N_q);
   const int row = blockIdx.x % blocks * block_rows + threadIdx.x / row_threads;

@@ -2,6 +2,12 @@
 #pragma once
 #include "mma.cuh"
 
+// Two elements of a register, as floats
+__device__ __forceinline__ float2 unpack(uint32_t both) {
+  const ELEMENT* two = reinterpret_cast<const ELEMENT*>(&both);
+  return make_float2(float(two[0]), float(two[1]));
+}
+
 // Round an accumulator to fragments of A; hand their elements on, two neighbours of a row in a register:
 // f(both, row, col).
 template <int strips, int n_frags, class F>

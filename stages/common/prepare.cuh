@@ -1,6 +1,6 @@
 // What the 16-bit backward stages do before their main kernel. Introduced by: backward stage 8, mma.
 #pragma once
-#include "mma.cuh"
+#include "pairs.cuh"
 #include "exp2.cuh"
 
 // A thread has 8 columns of a row: 16 bytes. So many threads have a row together, and a block so many rows:
@@ -15,12 +15,6 @@ struct Workspace {
 };
 
 __host__ __device__ inline int padded(int N_q) { return ceil_div(N_q, BLOCK_R) * BLOCK_R; }
-
-// Two elements of a register, as floats
-__device__ __forceinline__ float2 unpack(uint32_t both) {
-  const ELEMENT* two = reinterpret_cast<const ELEMENT*>(&both);
-  return make_float2(float(two[0]), float(two[1]));
-}
 
 // Zeros in dQ_accum; L and D. Line numbers are those of FlashAttention-2's Algorithm 2.
 __global__ void __launch_bounds__(256) prepare_kernel(BwdParams p, Workspace to, int dQ_copies) {

@@ -20,7 +20,9 @@ struct Operand {
   bool transposed;
 
   // The same in a tile that is so many elements further on: the other of two buffers
-  __device__ Operand operator+(int elements) const { return {address + 2 * elements, pitch, step, transposed}; }
+  __device__ Operand operator+(int elements) const {
+    return {address + 2 * elements, pitch, step, transposed};
+  }
 };
 
 // --- where lanes point to
@@ -48,14 +50,14 @@ __device__ __forceinline__ void load_B(uint32_t (&B_frag)[4], const Operand& B, 
 
 // A that is in registers already
 template <int strips, int n_tiles>
-__device__ __forceinline__ void load_A(uint32_t (&A_frag)[4], const uint32_t (&A)[strips][n_tiles][4], int row,
-                                       int k) {
+__device__ __forceinline__ void load_A(uint32_t (&A_frag)[4], const uint32_t (&A)[strips][n_tiles][4],
+                                       int row, int k) {
   #pragma unroll
   for (int e = 0; e < 4; e++) A_frag[e] = A[row / 16][k / 16][e];
 }
 
 // acc += A B, where A has `depth` columns. Of the loop over them, `unrolled` steps are unrolled.
-template <int unrolled = 16, int strips, int n_tiles, class A_type>
+template <int unrolled = 4, int strips, int n_tiles, class A_type>
 __device__ __forceinline__ void multiply(float (&acc)[strips][n_tiles][4], int depth, const A_type& A,
                                          const Operand& B) {
   #pragma unroll unrolled
@@ -75,7 +77,8 @@ __device__ __forceinline__ void multiply(float (&acc)[strips][n_tiles][4], int d
 
 // Hand the elements of two accumulators that are at the same place on together: f(x, y, row, col).
 template <int strips, int n_tiles, class F>
-__device__ __forceinline__ void for_both(float (&X)[strips][n_tiles][4], float (&Y)[strips][n_tiles][4], F f) {
+__device__ __forceinline__ void for_both(float (&X)[strips][n_tiles][4], float (&Y)[strips][n_tiles][4],
+                                         F f) {
   const int lane_row = threadIdx.x % 32 / 4, lane_col = threadIdx.x % 4 * 2;
   #pragma unroll
   for (int n = 0; n < strips * n_tiles; n++) {
