@@ -53,6 +53,8 @@ __global__ void __launch_bounds__(threads, 1) backward_kernel(BwdParams p, const
   ELEMENT* dO_smem = Q_smem + Br * pitch;   // Br x d, the same
   ELEMENT* P_smem = dO_smem + Br * pitch;   // Br x Bc, rows P_pitch apart
   ELEMENT* dS_smem = P_smem + Br * P_pitch; // Br x Bc, the same
+  for (int t = threadIdx.x; t < 2 * (Br + Bc) * pitch && width < pitch; t += threads) smem[t] = 0.f;
+  __syncthreads();                          // what is past d in a row, load_tile leaves as it is
   load_tile<threads>(K_smem, tile_index, p.K.head(b, h_kv), p.K.stride_n, j * Bc, Bc, p.N_k);  // line 6
   load_tile<threads>(V_smem, tile_index, p.V.head(b, h_kv), p.V.stride_n, j * Bc, Bc, p.N_k);
 
@@ -60,7 +62,6 @@ __global__ void __launch_bounds__(threads, 1) backward_kernel(BwdParams p, const
   // Of dK, dV and dQ, and so of the operands B that make them, every parts-th 16 columns are this warp's.
   auto part_of = [&](const ELEMENT* tile) { return as_it_lies(tile, pitch, 0, 16 * part, parts); };
   auto dim = [&](int col) { return 16 * (part + col / 16 * parts) + col % 16; };
-  const float scale2 = p.scale * LOG2_E;
 
   for (int h = h_kv * group; h < (h_kv + 1) * group; h++) {
     const int64_t first_row = ((int64_t)b * p.H + h) * p.N_q;            // of this head, in L, D and dQ_accum
@@ -77,12 +78,16 @@ __global__ void __launch_bounds__(threads, 1) backward_kernel(BwdParams p, const
                transposed(V_smem, pitch, cols * part));
 
       // --- P and dS of the tile
+      float L_row[2], D_row[2];             // of the two rows that this lane has
+      for (int r = 0; r < 2; r++) {
+        const int row = i * Br + warp_row + threadIdx.x % 32 / 4 + 8 * r;
+        L_row[r] = row < p.N_q ? p.L[first_row + row] : 0.f;             // line 9
+        D_row[r] = row < p.N_q ? D[first_row + row] : 0.f;
+      }
       for_both(S_reg, dP_reg, [&](float& S, float& dP, int r, int c) {
         const int row = i * Br + warp_row + r, col = j * Bc + cols * part + c;
-        const float L_row = row < p.N_q ? p.L[first_row + row] : 0.f;    // line 9
-        const float D_row = row < p.N_q ? D[first_row + row] : 0.f;
-        S = mask.sees(row, col) ? fast_exp2(scale2 * S - LOG2_E * L_row) : 0.f;            // line 11: P_ij
-        dP = S * (dP - D_row);                                           // line 14: dS_ij
+        S = mask.sees(row, col) ? fast_exp2(LOG2_E * (p.scale * S - L_row[r / 8])) : 0.f;  // line 11
+        dP = S * (dP - D_row[r / 8]);                                    // line 14: dS_ij
       });
       auto store = [&](ELEMENT* tile, float (&acc)[strips][cols / 8][4]) {
         for_each_pair(acc, [&](uint32_t both, int row, int col) {

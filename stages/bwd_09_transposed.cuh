@@ -55,6 +55,8 @@ __global__ void __launch_bounds__(threads, 1) backward_kernel(BwdParams p, const
   ELEMENT* dST_smem = dO_smem + Br * pitch; // Bc x Br, rows dST_pitch apart
   float* L_smem = reinterpret_cast<float*>(dST_smem + Bc * dST_pitch);   // Br, to the base 2
   float* D_smem = L_smem + Br;              // Br
+  for (int t = threadIdx.x; t < 2 * (Br + Bc) * pitch && width < pitch; t += threads) smem[t] = 0.f;
+  __syncthreads();                          // what is past d in a row, load_tile leaves as it is
   load_tile<threads>(K_smem, tile_index, p.K.head(b, h_kv), p.K.stride_n, j * Bc, Bc, p.N_k);  // line 6
   load_tile<threads>(V_smem, tile_index, p.V.head(b, h_kv), p.V.stride_n, j * Bc, Bc, p.N_k);
 

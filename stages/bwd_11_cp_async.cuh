@@ -78,7 +78,6 @@ __global__ void __launch_bounds__(threads) backward_kernel(BwdParams p, Workspac
   const float scale2 = p.scale * LOG2_E;
   for (int h = h_kv * group; h < (h_kv + 1) * group; h++) {
     const int64_t first_row = ((int64_t)b * p.H + h) * p.N_q;            // of this head, in dQ_accum
-    __syncthreads();                        // all are done with the last head's tiles
     if (first_i < Tr) start_copies(h, first_i);
     for (int i = first_i; i < Tr; i++) {                                 // line 8
       cp_async_wait<0>();

@@ -8,6 +8,14 @@ __device__ __forceinline__ float2 unpack(uint32_t both) {
   return make_float2(float(two[0]), float(two[1]));
 }
 
+// An operand A of `multiply` that is in registers already. (So this file comes before product.cuh.)
+template <int strips, int n_tiles>
+__device__ __forceinline__ void load_A(uint32_t (&A_frag)[4], const uint32_t (&A)[strips][n_tiles][4],
+                                       int row, int k) {
+  #pragma unroll
+  for (int e = 0; e < 4; e++) A_frag[e] = A[row / 16][k / 16][e];
+}
+
 // Round an accumulator to fragments of A; hand their elements on, two neighbours of a row in a register:
 // f(both, row, col).
 template <int strips, int n_frags, class F>

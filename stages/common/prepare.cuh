@@ -1,6 +1,6 @@
 // What the 16-bit backward stages do before their main kernel. Introduced by: backward stage 8, mma.
 #pragma once
-#include "pairs.cuh"
+#include "mma.cuh"
 #include "exp2.cuh"
 
 // A thread has 8 columns of a row: 16 bytes. So many threads have a row together, and a block so many rows:
@@ -26,16 +26,12 @@ __global__ void __launch_bounds__(256) prepare_kernel(BwdParams p, Workspace to,
 
   float sum = 0.f;
   if (row < p.N_q && col < HEAD_DIM) {
-    const uint4 O = *reinterpret_cast<const uint4*>(p.O.head(b, h) + row * p.O.stride_n + col);
-    const uint4 dO = *reinterpret_cast<const uint4*>(p.dO.head(b, h) + row * p.dO.stride_n + col);
-    auto add_products = [&](uint32_t x, uint32_t y) {                    // line 4
-      const float2 a = unpack(x), b = unpack(y);
-      sum += a.x * b.x + a.y * b.y;
-    };
-    add_products(O.x, dO.x);
-    add_products(O.y, dO.y);
-    add_products(O.z, dO.z);
-    add_products(O.w, dO.w);
+    __align__(16) ELEMENT O[8], dO[8];
+    *reinterpret_cast<uint4*>(O) =
+        *reinterpret_cast<const uint4*>(p.O.head(b, h) + row * p.O.stride_n + col);
+    *reinterpret_cast<uint4*>(dO) =
+        *reinterpret_cast<const uint4*>(p.dO.head(b, h) + row * p.dO.stride_n + col);
+    for (int e = 0; e < 8; e++) sum += float(dO[e]) * float(O[e]);       // line 4
   }
   for (int distance = 1; distance < row_threads; distance *= 2)
     sum += __shfl_xor_sync(0xffffffff, sum, distance);

@@ -48,14 +48,6 @@ __device__ __forceinline__ void load_B(uint32_t (&B_frag)[4], const Operand& B, 
   else ldmatrix_x4_trans(B_frag, advance(B.address, k, B.step * col, B.pitch));
 }
 
-// A that is in registers already
-template <int strips, int n_tiles>
-__device__ __forceinline__ void load_A(uint32_t (&A_frag)[4], const uint32_t (&A)[strips][n_tiles][4],
-                                       int row, int k) {
-  #pragma unroll
-  for (int e = 0; e < 4; e++) A_frag[e] = A[row / 16][k / 16][e];
-}
-
 // acc += A B, where A has `depth` columns. Of the loop over them, `unrolled` steps are unrolled.
 template <int unrolled = 4, int strips, int n_tiles, class A_type>
 __device__ __forceinline__ void multiply(float (&acc)[strips][n_tiles][4], int depth, const A_type& A,
@@ -81,9 +73,8 @@ __device__ __forceinline__ void for_both(float (&X)[strips][n_tiles][4], float (
                                          F f) {
   const int lane_row = threadIdx.x % 32 / 4, lane_col = threadIdx.x % 4 * 2;
   #pragma unroll
-  for (int n = 0; n < strips * n_tiles; n++) {
-    const int s = n / n_tiles, row = 16 * s + lane_row, col = 8 * (n % n_tiles) + lane_col;
-    #pragma unroll
-    for (int e = 0; e < 4; e++) f(X[s][n % n_tiles][e], Y[s][n % n_tiles][e], row + e / 2 * 8, col + e % 2);
+  for (int x = 0; x < 4 * strips * n_tiles; x++) {
+    const int s = x / 4 / n_tiles, n = x / 4 % n_tiles, e = x % 4;
+    f(X[s][n][e], Y[s][n][e], 16 * s + e / 2 * 8 + lane_row, 8 * n + e % 2 + lane_col);
   }
 }
