@@ -672,7 +672,7 @@ def parse_arguments(argv: list[str] | None = None) -> list[argparse.Namespace]:
 
 
 def set_defaults(args: argparse.Namespace) -> None:
-    """Set what is not given and depends on the device; check what only --inspect takes, or --rungs does not."""
+    """Set what is not given and depends on the device; check what goes together."""
     if args.line and not args.inspect:
         raise ValueError("--line: goes with --inspect")
     if args.rungs:

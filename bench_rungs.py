@@ -43,8 +43,8 @@ TURNS = 5
 MS_A_TURN, MOST_CALLS = 20, 8        # of a turn: as many calls as fit, but no more than these
 MS_A_STAGE = 500                     # slow stages have fewer turns
 LONGEST_MS = 1000                    # of a call; slower stages are skipped
-NO_GPU = ("No GPU here. Times by rung need one: the simulator's say nothing about a GPU's. Counted instead, for "
-          "one small shape: what each rung asks of HBM and of shared memory.")
+NO_GPU = ("No GPU here. Times by rung need one: the simulator's say nothing about a GPU's. Counted instead, "
+          "for one small shape: what each rung asks of HBM and of shared memory.")
 
 
 # ---------------------------------------------------------------------------------------- what is measured
@@ -59,7 +59,7 @@ def with_cases(args: argparse.Namespace) -> argparse.Namespace:
     types = args.dtype.split(",") if args.dtype else DTYPES.split(",")
     if unknown := set(types) - set(flash.DTYPES):
         raise ValueError(f"--dtype: no stage takes {min(unknown)!r}; they take {', '.join(flash.DTYPES)}")
-    args.cases, found = [], {}
+    args.cases, args.not_run, found = [], {}, {}
     for direction in args.passes:
         for dtype in types:
             one = argparse.Namespace(**vars(args) | {"direction": direction, "dtype": dtype})
@@ -68,7 +68,10 @@ def with_cases(args: argparse.Namespace) -> argparse.Namespace:
                       if stage.direction == direction and flash.DTYPES[dtype] in stage.dtypes}
             chosen = {name: stage for name, stage in known.items() if not asked or name in asked}
             found |= chosen
-            args.cases += [case for case in cases_of(one) if set_stages(case, list(chosen.values()))]
+            for case in cases_of(one):
+                set_stages(case, list(chosen.values()))
+                note_not_run(case, args.not_run)
+                args.cases += [case] if case.stages else []
     if missing := [name for name in asked if name not in found]:
         raise ValueError(f"--stages: no stage {missing[0]!r} for {' or '.join(types)} in the pass "
                          f"{' or '.join(args.passes)}")
@@ -91,12 +94,17 @@ def cases_of(args: argparse.Namespace) -> Iterator[argparse.Namespace]:
                 "peers": peers, "not_run": {}})
 
 
-def set_stages(args: argparse.Namespace, stages: list[flash.Stage]) -> bool:
-    """Set `args.stages` to those that run here; why others do not goes into `args.not_run`. Whether any do."""
+def set_stages(args: argparse.Namespace, stages: list[flash.Stage]) -> None:
+    """Set `args.stages` to those that run here; why others do not goes into `args.not_run`."""
     reasons = {stage.name: bench.why_not(stage, args) for stage in stages}
     args.stages = [stage for stage in stages if not reasons[stage.name]]
     args.not_run = {name: reason for name, reason in reasons.items() if reason}
-    return bool(args.stages)
+
+
+def note_not_run(args: argparse.Namespace, found: dict[str, str]) -> None:
+    """Note the stages and peers that do not run at a shape, and why: of several shapes, the first reason."""
+    for name, reason in args.not_run.items():
+        found.setdefault(f"{name}, {args.direction} {args.dtype}", reason)
 
 
 def described(args: argparse.Namespace) -> str:
@@ -126,7 +134,7 @@ def build_all(cases: list[argparse.Namespace], bar: Progress, checked: bool = Fa
     with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
         builds = [pool.submit(flash.build, *call) for call in calls.values()]
         try:
-            for _ in concurrent.futures.as_completed(builds):  # an error comes again when it runs, and is kept
+            for _ in concurrent.futures.as_completed(builds):  # an error comes again, and is kept
                 bar.advance(task)
         except KeyboardInterrupt:
             pool.shutdown(cancel_futures=True)
@@ -176,7 +184,7 @@ def device_ms(call: Callable, count: int, host_ms: float) -> float:
     return begin.elapsed_time(end) / count
 
 
-def host_ms(call: Callable) -> tuple[float, float]:
+def host_times(call: Callable) -> tuple[float, float]:
     """Milliseconds that the host takes to enqueue a call, and until that is done."""
     torch.cuda.synchronize()
     start = time.perf_counter()
@@ -194,10 +202,12 @@ def check(entry: bench.Competitor, row: dict, case: bench.Case, args: argparse.N
             row |= bench.verdict(entry, call(), case)
         if row["status"] != "ok":
             return None
-        enqueuing, one = host_ms(call)
+        enqueuing, one = host_times(call)
         if one > LONGEST_MS:
             row |= {"status": "skipped", "message": f"a call takes {one / 1e3:.1f} s"}
             return None
+        if one < MS_A_TURN:  # the first time the host may have waited, for memory, say
+            enqueuing = min(enqueuing, host_times(call)[0])
         one = device_ms(call, 1, enqueuing)
     except (RuntimeError, ValueError) as error:
         row |= bench.failure(error)
@@ -263,10 +273,10 @@ def run(args: argparse.Namespace, data: dict, file: Path) -> None:
                 case = bench.make_case(case_args.seqlens[0], case_args)
                 rows = (counted if data["simulated"] else measured)(case_args, case, bar, task)
             except RuntimeError as error:  # too long an N; or a GPU that an earlier error left unusable
-                rows = [row | bench.failure(error) for _, row in entries(case_args)]
+                rows = [empty_row(bench.of_stage(stage, case_args), stage, case_args) | bench.failure(error)
+                        for stage in case_args.stages]
             data["rows"] += rows
-            data["not_run"] |= {f"{described(case_args)}: {name}": why
-                                for name, why in case_args.not_run.items()}
+            note_not_run(case_args, data["not_run"])
             write(data, file)
             if not data["simulated"]:
                 torch.cuda.empty_cache()
@@ -287,7 +297,7 @@ def rungs(args: argparse.Namespace) -> int:
     origin = bench.origin(args.cases[0])
     data = {name: origin[name] for name in ("date", "device", "software")}
     data |= {"simulated": simulated, "note": NO_GPU if simulated else "", "interrupted": False,
-             "seconds": None, "not_run": {}, "rows": []}
+             "seconds": None, "not_run": args.not_run, "rows": []}
     torch.backends.cuda.matmul.allow_tf32 = False  # for PyTorch's math backend
     if simulated:
         if not (possible := flash.can_inspect()):

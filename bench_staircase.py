@@ -31,7 +31,8 @@ PEER_COLOUR = "#404040"
 GAP = 0.6                       # between two branches; a rung is 1 wide
 LEGIBLE = (withStroke(linewidth=2.5, foreground="white"),)
 PEERS = {"PyTorch flash": "FlashAttention-2"}
-QUANTITIES = {"hbm_bytes": "HBM traffic, read and written", "shared_wavefronts": "wavefronts of shared memory"}
+QUANTITIES = {"hbm_bytes": "HBM traffic, read and written",
+              "shared_wavefronts": "wavefronts of shared memory"}
 
 
 # ---------------------------------------------------------------------------------------- rungs and branches
@@ -51,7 +52,7 @@ def rungs(data: dict, direction: str) -> dict[str, dict]:
 
 def branches(found: dict[str, dict]) -> list[list[str]]:
     """The names of rungs, cut into chains of `after`. Where the ladder forks, a chain goes on with the first
-    child that leads to a default, else with the one that most follow; the others begin chains of their own."""
+    child that leads to a default, else with the one that most follow; the others begin their own chains."""
     children = defaultdict(list)
     for name, row in found.items():
         children[row["after"] if row["after"] in found else ""].append(name)

@@ -4,8 +4,8 @@
     // measured: 1.42x at d=64 causal, 1.40x full, 1.31x at d=128 causal, 1.29x full (H200, bf16, N=4096; make
     //           readme)
 
-The factors are the stage's TFLOP/s over its parent's. results/readme.py calls this; a test fails when a header
-is stale.
+The factors are the stage's TFLOP/s over its parent's. results/readme.py calls this; a test fails when a
+header is stale.
 """
 
 import json
@@ -32,7 +32,7 @@ def measured_rungs(file: Path = RUNGS) -> dict | None:
 
 def gains(data: dict, direction: str, name: str) -> list[tuple[dict, dict, float]]:
     """For each shape at which a stage and its parent were measured: their rows, and the stage's TFLOP/s over
-    the parent's. A parent that does not take the stage's type counts with its own, at the same N, d and mask."""
+    the parent's. A parent that does not take the stage's type counts with its own, at the same N, d, mask."""
     rows = [row for row in data["rows"] if row["pass"] == direction and row["kind"] == "stage"
             and row["status"] == "ok"]
     found = []

@@ -65,9 +65,10 @@ def rungs() -> str:
             lines.append(f"| {stage.name} | {stage.after or '-'} | {stage.predicted or '-'} | "
                          f"{' to '.join(ends)} |")
         parts.append("\n".join(lines))
-    return "\n\n".join([*parts, f"{data['device']}; measured on {data['date'][:10]} by `python bench.py "
-                         "--rungs`, by turns. A rung's gain is its TFLOP/s over its parent's, from the least to "
-                         "the greatest of the shapes in the pictures."])
+    origin = (f"{data['device']}; measured on {data['date'][:10]} by `python bench.py --rungs`, by turns. A "
+              "rung's gain is its TFLOP/s over its parent's: the least and the greatest of the shapes in the "
+              "pictures.")
+    return "\n\n".join([*parts, origin])
 
 
 def bench_json(device: str, direction: str) -> dict:
@@ -339,9 +340,9 @@ def lessons() -> str:
 def updated(text: str) -> str:
     """README's text with its parts between <!-- name --> and <!-- end of name --> made anew. What is not
     measured yet needs no place."""
-    for name, make in {"ladder": ladder, "rungs": rungs, "results": results, "backward": backward, "ratios": ratios,
-                       "long": long, "results16": results16, "backward16": backward16, "ratios16": ratios16,
-                       "finding": finding, "traffic": traffic, "counts": counts,
+    for name, make in {"ladder": ladder, "rungs": rungs, "results": results, "backward": backward,
+                       "ratios": ratios, "long": long, "results16": results16, "backward16": backward16,
+                       "ratios16": ratios16, "finding": finding, "traffic": traffic, "counts": counts,
                        "conflicts": conflicts, "lessons": lessons}.items():
         if not (made := make()):
             continue
@@ -350,7 +351,8 @@ def updated(text: str) -> str:
         text = part.sub(lambda m, made=made: m[1] + made + "\n" + m[2], text)
     for pointer, file, code in POINTED_AT:
         lines = (flash.STAGES / file).read_text().splitlines()
-        number = next(n for n, line in enumerate(lines, 1) if code in line)
+        number = next((n for n, line in enumerate(lines, 1) if code in line), None)
+        assert number, f"{file} has no line with {code}, to which README.md points"
         text = re.sub(pointer, rf"\g<1>{number}", text)
     return text
 

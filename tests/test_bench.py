@@ -376,7 +376,7 @@ def test_peer_that_refuses(tmp_path, capsys):
     ("--pass bwd --stages stages/fwd_01_naive.cuh", "naive.cuh is a forward stage: add --pass fwd"),
     ("--pass fwd,bwd --stages stages/bwd_01_naive.cuh",
      "--stages: --pass fwd has none of stages/bwd_01_naive.cuh"),
-    ("--dtype bf16 --stages stages/fwd_01_naive.cuh", "--stages: stages/fwd_01_naive.cuh: does not take bf16"),
+    ("--dtype bf16 --stages stages/fwd_01_naive.cuh", "stages/fwd_01_naive.cuh: does not take bf16"),
     ("--inspect flash2 --seqlens 64,128", "--inspect: takes one N; --seqlens has 64, 128"),
     ("--sweep flash2 --seqlens 64,128", "--sweep: takes one N; --seqlens has 64, 128"),
     ("--sweep flash2 --pass fwd,bwd", "--sweep: takes one pass; --pass has fwd, bwd"),
@@ -583,8 +583,8 @@ def test_all_passes(tmp_path, capsys):
 
 
 def test_pairs(monkeypatch):
-    """A backward stage runs after its namesake, else after the parent of the next namesake on its branch, else
-    as the stage does that it grew from."""
+    """A backward stage runs after its namesake, else after the parent of the next namesake on its branch,
+    else as the stage does that it grew from."""
     ladders = {"fwd": {"naive": "", "tiled": "naive", "flash2": "tiled", "vectorized": "flash2",
                        "mma": "flash2", "swizzle": "mma", "cp_async": "swizzle"},
                "bwd": {"naive": "", "recompute": "naive", "deterministic": "recompute",
@@ -813,12 +813,13 @@ def test_files_beside_stages(tmp_path, capsys):
     """Each pass takes the files that are for it, by their parameters; a file may be called as a stage is."""
     forward = copy_of("flash2", "fwd", tmp_path / "flash2.cuh")
     backward = copy_of("recompute", "bwd", tmp_path / "mine.cuh")
-    assert bench.main([*TINY, "--out", str(tmp_path), "--pass", "fwd,bwd", "--seqlens", "32", "--peers", "none",
-                       "--stages", f"{backward},flash2,{forward}"]) == 0
+    assert bench.main([*TINY, "--out", str(tmp_path), "--pass", "fwd,bwd", "--seqlens", "32", "--peers",
+                       "none", "--stages", f"{backward},flash2,{forward}"]) == 0
     shown = capsys.readouterr().out
     labels = {file.stem: [(row["label"], row["status"]) for row in json.loads(file.read_text())["results"]]
               for file in tmp_path.glob("*.json")}
-    assert labels == {"bench_fwd": [("flash2", "ok"), ("flash2.cuh", "ok")], "bench_bwd": [("mine.cuh", "ok")]}
+    assert labels == {"bench_fwd": [("flash2", "ok"), ("flash2.cuh", "ok")],
+                      "bench_bwd": [("mine.cuh", "ok")]}
     assert "flash2.cuh" in shown and "mine.cuh" in shown
 
 
