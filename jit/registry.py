@@ -237,7 +237,7 @@ def read_stage(path: Path, direction: str = "fwd") -> Stage:
 @functools.cache
 def _read_stage(path: Path, direction: str, modified: int) -> Stage:
     header = re.match(r"\ufeff?(?://.*\n)*", path.read_text(errors="replace"))[0]
-    title = re.match(r"\ufeff?// (Forward|Backward) stage (\d+): (\w+)", header)
+    title = re.match(r"\ufeff?// (Forward|Backward) stage(?: (\d+))?: (\w+)", header)
     if title:
         direction = "fwd" if title[1] == "Forward" else "bwd"
     lines = re.sub(r"\n// {8,}", " ", header)  # a long field goes on in the next line
@@ -258,7 +258,7 @@ def _read_stage(path: Path, direction: str, modified: int) -> Stage:
     if (workspace := fields.get("workspace", "workspace")) in TENSORS[direction]:
         raise ValueError(f"{path}: workspace: {workspace} is a tensor of the call: give it another name")
     deterministic, on_request = DETERMINISM[determinism]
-    in_ladder = title and path.parent == STAGES
+    in_ladder = title and title[2] and path.parent == STAGES
     if after and not in_ladder:
         _check_parent(path, after, [s.name for s in stages(direction)], direction)
     stage = Stage(
