@@ -634,8 +634,8 @@ def parse_arguments(argv: list[str] | None = None) -> list[argparse.Namespace]:
                       help="time this stage, a name or a .cuh file, with all tile sizes that it takes here: "
                            "a table with the best first, and a picture; the header's tiles come from this")
     add("--rungs", action="store_true",
-        help="time all stages, or --stages, by turns at a few shapes, and draw TFLOP/s by rung; some 4 "
-             "minutes on an H200. Without a GPU: HBM traffic and wavefronts by rung, counted")
+        help="time all stages, or --stages, by turns at a few shapes, and draw TFLOP/s by rung. Without a "
+             "GPU: HBM traffic and wavefronts of shared memory by rung, counted")
     add("--line", metavar="FILE:LINE",
         help="with --inspect: also draw which lane of a warp touches which bank or sector at this line")
     what.add_argument("--markdown", metavar="JSON", type=Path,
