@@ -181,7 +181,7 @@ def test_race_with_a_right_result(tmp_path, capsys, monkeypatch):
     status, data = run(tmp_path, "--seqlens", "32", "--stages", "naive,flash2")
     row, = rows(data, "flash2")
     assert status == 1 and row["status"] == "wrong" and row["error"] < row["allowed_error"]
-    assert row["message"] == row["findings"][0] and "race in flash2_kernel on P_smem" in row["message"]
+    assert row["message"] == row["findings"][0] and "race in forward_kernel on P_smem" in row["message"]
     assert row["median_ms"] is row["tflops"] is None and rows(data, "naive")[0]["status"] == "ok"
     shown = capsys.readouterr().out
     assert "WRONG" in shown and row["message"] in shown
