@@ -83,12 +83,12 @@ def test_the_learners_file(exercise):
 
 def test_a_common_file_in_place_of_its_include():
     """Once, with those that include it; others are included as before."""
-    stage = '// header\n#pragma once\n#include "common/copy_tile.cuh"\n#include "common/warp.cuh"\n' \
-            '#include "common/ptx.cuh"\n'
-    text = inlined(stage, "ptx.cuh")
-    assert text.count("#pragma once") == 1 and text.count("void cp_async_16(") == 1
-    assert "void copy_tile(" in text and '#include "common/tensor.cuh"' in text
-    assert '#include "common/warp.cuh"' in text and "common/ptx.cuh is above" in text
+    names = ("launch", "rowsum", "warp")
+    stage = "".join(["#pragma once\n", *(f'#include "common/{name}.cuh"\n' for name in names)])
+    text = inlined(stage, "warp.cuh")
+    assert text.count("#pragma once") == text.count("float warp_sum(") == 1
+    assert "void launch_D_kernel(" in text
+    assert '#include "common/launch.cuh"' in text and "common/warp.cuh is above" in text
     with pytest.raises(ValueError, match="does not include mask.cuh"):
         inlined(stage, "mask.cuh")
 

@@ -182,7 +182,7 @@ BACKWARD_MUTANTS = [
     ("recompute", "scale missing in S", r"expf\(p\.scale \* ", "expf("),
     ("recompute", "dL with the wrong sign", r"sum -= p\.dL", "sum += p.dL"),
     ("recompute", "O with the rows of dO", r"p\.O\.stride_n", "p.dO.stride_n"),
-    ("recompute", "dL of a row that sees no key", r"p\.L\[at\] == -INFINITY \? 0\.f : sum", "sum"),
+    ("recompute", "dL of a row that sees no key", r"p\.L\[\w+\] == -INFINITY \? 0\.f : sum", "sum"),
     ("recompute", "dQ not set to 0", r"if \(clear_dQ\) dQ\[k\] = 0\.f;", ""),
     ("recompute", "workspace too small", r"p\.B \* p\.H \* p\.N_q; \}", "p.B * p.N_q; }"),
     ("recompute", "keys past the end", r"col < N_k && \(", "("),
