@@ -30,9 +30,9 @@
 // HBM by atomicAdd. Which block comes first differs from run to run. A floating-point sum depends on the
 // order of its terms, so the last bits of dQ differ, too.
 //
-// The layout is flash2's: a warp has Br / 8 rows of S, dP and dQ, and its lanes share the columns. It has Bc
-// / 8 rows of dK and dV as well. In dV += P^T dO these are columns of P, which all warps have written: hence
-// a third barrier. All lanes read the same number of P, and each lane its own column of dO, so there are no
+// The layout is flash2's: a warp has Br / 8 rows of S, dP and dQ, and its lanes share the columns. It also
+// has Bc / 8 rows of dK and dV. In dV += P^T dO these are columns of P, which all warps have written: hence a
+// third barrier. All lanes read the same number of P, and each lane its own column of dO, so there are no
 // bank conflicts. (If d is no multiple of 32, there are some when K and V are stored.)
 //
 // HBM traffic without caches (hbm, above): K, V, dK and dV cross once. Q, dO, L and D are read Tc times, and
@@ -46,8 +46,8 @@
 //
 // Bound by shared memory, like flash2: it is busy 62 % of the time, and the multipliers 35 % (H200, B4 H12
 // N1024 d64 causal). The tiles of K, V, Q, dO, P and dS take 97 KB, so two blocks fit on a multiprocessor, 16
-// warps of 64. The atomics hardly count: no thread waits for them, and L2, which carries them out, is busy 5
-// % of the time.
+// warps of 64. The atomics hardly count: no thread waits for them, and L2, which carries them out, is busy
+// 5 % of the time.
 #pragma once
 #include "common/launch.cuh"
 #include "common/mask.cuh"

@@ -30,9 +30,9 @@
 // Bound by two things. One is parallelism: a block has a whole head. At B4 H12 that makes 48 blocks of 8
 // warps, and an H200 has 132 multiprocessors with room for 64 warps each. The loop over i could be split
 // among blocks, since no tile of O depends on another one. The other is O, m and l, which go to memory and
-// back for every tile of keys, Tc times. L2 holds them at N1024, so HBM is 0.4 % busy; but a warp waits two
-// fifths of its time for loads from global memory. flash2 changes both: it swaps the loops, and makes every
-// tile of Q a block.
+// back for every tile of keys, Tc times. At N1024 L2 holds them, and 0.4 % of HBM's bandwidth is used; but a
+// warp waits two fifths of its time for loads from global memory. flash2 changes both: it swaps the loops,
+// and makes every tile of Q a block.
 #pragma once
 #include "common/launch.cuh"
 #include "common/tile.cuh"
