@@ -22,7 +22,7 @@
 //   stages/bwd_01_naive.cuh            the five products, plainly; S, P, dP and dS, N x N, in HBM
 //   stages/bwd_02_recompute.cuh        FlashAttention-2: P from L, tile by tile; dQ summed by atomics
 //   stages/bwd_03_deterministic.cuh    dK and dV in one kernel, dQ in another: the same bits every run
-//   stages/bwd_04_vectorized.cuh       float4, register tiles: near what fp32 multipliers give
+//   stages/bwd_07_fp32_tuned.cuh       what is left: prefetch, cut tiles apart, order of blocks
 //   stages/bwd_05_mma.cuh              fp16 and bf16 on tensor cores, P^T and dS^T in registers
 //   stages/bwd_06_cp_async.cuh         asynchronous copies, double buffering, heads in parallel
 // The lines at a stage's start, and the two functions that it defines, are those of a forward stage.

@@ -368,6 +368,9 @@ def derived_bytes(stage: str, N: int, d: int, Br: int, Bc: int) -> int:
     return 4 * numbers
 
 
+KEYS_TWICE = ("fp32_tuned",)     # read K as it is, and once more to transpose it
+
+
 def derived_backward_bytes(stage: str, N: int, d: int, Br: int, Bc: int) -> int:
     """The same of a backward stage, for two query heads that share a key head."""
     numbers = 0
@@ -396,6 +399,7 @@ def derived_backward_bytes(stage: str, N: int, d: int, Br: int, Bc: int) -> int:
         numbers += 2 * N * (2 * d + 2 + 1)               # O, dO; L, dL; D
         for keys in tiles_of_k:
             numbers += 2 * keys * d + 2 * keys * d       # K_j, V_j; dK_j, dV_j
+            numbers += keys * d * (stage in KEYS_TWICE)  # K_j, to be transposed
             numbers += sum(2 * rows * d + 2 * rows for rows in tiles_of_q)       # Q_i, dO_i; L_i, D_i
         if stage == "deterministic":
             for rows in tiles_of_q:

@@ -16,7 +16,7 @@ except RuntimeError as error:
     NVCC, WHY_NOT = None, str(error)
 
 SHARED_MEMORY = {"sm_75": 64 * 1024, "sm_80": 163 * 1024, "sm_90a": 227 * 1024}     # of a block
-FAST = ["vectorized", "cp_async"]
+FAST = ["vectorized", "fp32_tuned", "cp_async"]
 
 
 def number(architecture: str) -> int:

@@ -21,3 +21,17 @@ __device__ __forceinline__ void load(float (&to)[n], const float* row, int first
     to[x + 3] = four.w;
   }
 }
+
+// As load_tile (common/tile.cuh), 16 bytes at a time. Rows of the tile are `pitch` floats long, a multiple of
+// 4: columns from d on become zeros, too. Its float4s are a multiple of `threads`.
+template <int threads>
+__device__ __forceinline__ void load_tile4(float* tile, int pitch, const float* matrix, int64_t stride_n,
+                                           int first, int tile_rows, int N) {
+  #pragma unroll
+  for (int n = 0; n < tile_rows * (pitch / 4) / threads; n++) {
+    const int t = n * threads + threadIdx.x, row = t / (pitch / 4), k = t % (pitch / 4) * 4;
+    const bool inside = first + row < N && k < HEAD_DIM;
+    const float4 x = inside ? load4(matrix + (first + row) * stride_n + k) : make_float4(0.f, 0.f, 0.f, 0.f);
+    store4(tile + row * pitch + k, x.x, x.y, x.z, x.w);
+  }
+}
