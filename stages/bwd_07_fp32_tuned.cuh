@@ -64,7 +64,7 @@ constexpr int rows = Br / (4 * (warps / warps_c));
 constexpr int keys = 4, dims = width / (8 * warps_d);
 constexpr int dQ_rows = Br / (Bc / 4);
 
-// Registers for a tile of Q or dO on its way from HBM to shared memory. A thread has every tile_step-th row.
+// Registers for a tile of Q or dO on its way from HBM to shared memory: a thread has every tile_step-th row.
 constexpr int tile_step = threads / (width / 4), staged_rows = Br / tile_step;
 
 // Rows of `matrix` from `first` on. Rows from N on, and columns from d on, are zeros.
@@ -72,7 +72,6 @@ __device__ __forceinline__ void stage_tile(float4 (&staged)[staged_rows], const 
                                            int64_t stride_n, int first, int N) {
   const int row = first + threadIdx.x / (width / 4), k = threadIdx.x % (width / 4) * 4;
   const float* from = matrix + row * stride_n + k;
-  #pragma unroll
   for (int n = 0; n < staged_rows; n++) {
     const bool inside = row + n * tile_step < N && (width == d || k < d);
     staged[n] = inside ? load4(from) : make_float4(0.f, 0.f, 0.f, 0.f);
@@ -82,19 +81,17 @@ __device__ __forceinline__ void stage_tile(float4 (&staged)[staged_rows], const 
 
 // Of odd rows, neighbouring float4s change places, so that two rows can be read at a time.
 __device__ __forceinline__ void store_tile(float* tile, const float4 (&staged)[staged_rows]) {
-  const int first_row = threadIdx.x / (width / 4), k = threadIdx.x % (width / 4) * 4;
-  #pragma unroll
   for (int n = 0; n < staged_rows; n++) {
-    const int row = first_row + n * tile_step;
+    const int row = threadIdx.x / (width / 4) + n * tile_step, k = threadIdx.x % (width / 4) * 4;
     const float4 x = staged[n];
     store4(tile + row * width + (k ^ row % 2 * 4), x.x, x.y, x.z, x.w);
   }
 }
 
-// C += A B, the sum over n steps. A: rows of n numbers, a_pitch apart, read by float4s. Element k is at
-// k ^ a_swizzle. B: n rows, b_pitch apart, columns from first_col on, in fours. In a row k with odd k / 4,
-// element x is at x ^ b_swizzle. The layouts repeat after `period` steps, which are unrolled; that `unroll`
-// times.
+// C += A B, the sum over n steps. A: rows of n numbers, a_pitch apart, of which a float4 gives four steps.
+// Element k is at k ^ a_swizzle. B: n rows, b_pitch apart, columns from first_col on, in fours. In a row k
+// with odd k / 4, element x is at x ^ b_swizzle. The layouts repeat after `period` steps. These are unrolled,
+// so that swizzles are constants; and that `unroll` times.
 template <int period, int unroll, int R, int C>
 __device__ __forceinline__ void add_product(float (&c)[R][C], const float* a, int a_pitch, int a_swizzle,
                                             const float* b, int b_pitch, int b_swizzle, int first_col,
@@ -104,12 +101,10 @@ __device__ __forceinline__ void add_product(float (&c)[R][C], const float* a, in
     #pragma unroll
     for (int k = 0; k < period; k += 4) {
       float four[R][4];
-      #pragma unroll
       for (int r = 0; r < R; r++) load(four[r], a + (k ^ a_swizzle) + r * a_pitch, 0, 0);
-      #pragma unroll
+      #pragma unroll                      // four[r][e] is a register only if e is a constant
       for (int e = 0; e < 4; e++) {
         float a_col[R], b_row[C];
-        #pragma unroll
         for (int r = 0; r < R; r++) a_col[r] = four[r][e];
         load(b_row, b + (k + e) * b_pitch, first_col, 32, k / 4 % 2 * b_swizzle);
         add_outer_product<true>(c, a_col, b_row);
@@ -136,17 +131,15 @@ __device__ __forceinline__ void atomic_add4(float* to, float x, float y, float z
 __global__ void __launch_bounds__(threads, blocks_per_sm) backward_kernel(BwdParams p, const float* D) {
   const int Tr = ceil_div(p.N_q, Br), Tc = ceil_div(p.N_k, Bc), heads = p.B * p.H_kv;      // lines 1, 2
   const Work work = dispatch_order(Tc, heads, CAUSAL ? heads : 1);       // line 5; most rows see tile 0
-  const int j = work.tile, b = work.bh / p.H_kv, h_kv = work.bh % p.H_kv, group = p.H / p.H_kv;
-  const int warp = threadIdx.x / 32;
-  // Of this thread: rows first_row + 4 * r, columns from first_col on, of S and dP; rows from first_key on of
-  // dK and dV, first_dQ_row + 4 * r of dQ, columns from first_dim on. (Columns: four, then four more 32
-  // further on.)
-  const int first_row = warp / warps_c * 4 * rows + lane_row4();
-  const int first_col = warp % warps_c * 8 * cols + 4 * lane_col8();
-  const int first_key = warp / warps_d * 16 + 4 * lane_row4();
-  const int first_dim = warp % warps_d * 8 * dims + 4 * lane_col8();
-  const int first_dQ_row = warp / warps_d * 4 * dQ_rows + lane_row4();
-  const int odd = lane_row4() % 2;        // are first_row and first_dQ_row?
+  const int j = work.tile, bh = work.bh;
+  const int b = bh / p.H_kv, h_kv = bh % p.H_kv, group = p.H / p.H_kv;
+  const int warp = threadIdx.x / 32, row4 = lane_row4(), col8 = lane_col8();
+  // Of this thread: rows S_row + 4 * r, columns from S_col on, of S and dP; rows from dK_row on of dK and dV,
+  // dQ_row + 4 * r of dQ, columns from dim on. (Columns: four, then four more 32 further on.)
+  const int S_row = warp / warps_c * 4 * rows + row4, S_col = warp % warps_c * 8 * cols + col8 * 4;
+  const int dK_row = warp / warps_d * 16 + row4 * 4, dim = warp % warps_d * 8 * dims + col8 * 4;
+  const int dQ_row = warp / warps_d * 4 * dQ_rows + row4;
+  const int odd = row4 % 2;               // are S_row + 4 * r and dQ_row + 4 * r?
   const Mask mask(p);
 
   extern __shared__ __align__(16) float smem[];
@@ -157,8 +150,7 @@ __global__ void __launch_bounds__(threads, blocks_per_sm) backward_kernel(BwdPar
   float* dO_smem = Q_smem + Br * width;   // Br x width
   float* P_smem = dO_smem + Br * width;   // Br x Bc
   float* dS_smem = P_smem + Br * Bc;      // Br x Bc
-
-  load_tile4<threads>(K_smem, width, p.K.head(b, h_kv), p.K.stride_n, j * Bc, Bc, p.N_k); // line 6
+  load_tile4<threads>(K_smem, width, p.K.head(b, h_kv), p.K.stride_n, j * Bc, Bc, p.N_k);  // line 6
   load_swizzled4<threads>(KT_smem, Bc, p.K.head(b, h_kv), p.K.stride_n, j * Bc, Bc, p.N_k);
   load_swizzled4<threads>(VT_smem, Bc, p.V.head(b, h_kv), p.V.stride_n, j * Bc, Bc, p.N_k);
 
@@ -173,44 +165,46 @@ __global__ void __launch_bounds__(threads, blocks_per_sm) backward_kernel(BwdPar
   if (first_i < Tr) stage_tiles(h_kv * group, first_i);
 
   for (int h = h_kv * group; h < (h_kv + 1) * group; h++) {
-    const int64_t first_L = ((int64_t)b * p.H + h) * p.N_q;              // of this head, in L and D
+    const int64_t first_row = ((int64_t)b * p.H + h) * p.N_q;            // of this head, in L and D
+    float* dQ = p.dQ.head(b, h);
     for (int i = first_i; i < Tr; i++) {                                 // line 8
+      __syncthreads();                    // all are done with the last tiles, which are now overwritten
       store_tile(Q_smem, Q_staged);                                      // line 9
       store_tile(dO_smem, dO_staged);
       __syncthreads();                    // nobody reads before everybody has written
 
       float L_row[rows], D_row[rows];
       for (int r = 0; r < rows; r++) {
-        const int row = i * Br + first_row + 4 * r;
-        L_row[r] = row < p.N_q ? p.L[first_L + row] : 0.f;               // line 9
-        D_row[r] = row < p.N_q ? D[first_L + row] : 0.f;
+        const int row = i * Br + S_row + 4 * r;
+        L_row[r] = row < p.N_q ? p.L[first_row + row] : 0.f;             // line 9
+        D_row[r] = row < p.N_q ? D[first_row + row] : 0.f;
       }
 
       float S_reg[rows][cols] = {};                                      // line 10: S_ij = Q_i K_j^T
-      const float* Q_rows = Q_smem + first_row * width;
-      add_product<8, unroll_k>(S_reg, Q_rows, 4 * width, 4 * odd, KT_smem, Bc, 16, first_col, d);
+      const float* Q_rows = Q_smem + S_row * width;
+      add_product<8, unroll_k>(S_reg, Q_rows, 4 * width, 4 * odd, KT_smem, Bc, 16, S_col, d);
       const bool cut = mask.cuts(i, j);
       for (int r = 0; r < rows; r++) {                                   // line 11: P_ij
+        const int row = i * Br + S_row + 4 * r;
         for (int c = 0; c < cols; c++) S_reg[r][c] = fast_exp2(LOG2_E * (p.scale * S_reg[r][c] - L_row[r]));
-        if (cut) {
-          for (int c = 0; c < cols; c++) {
-            const int row = i * Br + first_row + 4 * r, col = j * Bc + first_col + c / 4 * 32 + c % 4;
-            if (!mask.sees(row, col)) S_reg[r][c] = 0.f;
-          }
+        for (int c = 0; cut && c < cols; c++) {
+          const int col = j * Bc + S_col + c / 4 * 32 + c % 4;
+          if (!mask.sees(row, col)) S_reg[r][c] = 0.f;
         }
-        for (int c = 0; c < cols; c += 4)
-          store4(P_smem + (first_row + 4 * r) * Bc + ((first_col + 8 * c) ^ 16 * odd),
-                 S_reg[r][c], S_reg[r][c + 1], S_reg[r][c + 2], S_reg[r][c + 3]);
+        for (int c = 0; c < cols; c += 4) {
+          const int to = (S_row + 4 * r) * Bc + ((S_col + 8 * c) ^ 16 * odd);
+          store4(P_smem + to, S_reg[r][c], S_reg[r][c + 1], S_reg[r][c + 2], S_reg[r][c + 3]);
+        }
       }
 
       float dP_reg[rows][cols] = {};                                     // line 13: dP_ij = dO_i V_j^T
-      const float* dO_rows = dO_smem + first_row * width;
-      add_product<8, unroll_k>(dP_reg, dO_rows, 4 * width, 4 * odd, VT_smem, Bc, 16, first_col, d);
+      const float* dO_rows = dO_smem + S_row * width;
+      add_product<8, unroll_k>(dP_reg, dO_rows, 4 * width, 4 * odd, VT_smem, Bc, 16, S_col, d);
       for (int r = 0; r < rows; r++) {                                   // line 14: dS_ij
         for (int c = 0; c < cols; c += 4) {
-          const int at = (first_row + 4 * r) * Bc + ((first_col + 8 * c) ^ 16 * odd);
-          const float4 P = load4(P_smem + at);      // from where it waited, out of the way of dP
-          store4(dS_smem + at, P.x * (dP_reg[r][c] - D_row[r]), P.y * (dP_reg[r][c + 1] - D_row[r]),
+          const int to = (S_row + 4 * r) * Bc + ((S_col + 8 * c) ^ 16 * odd);
+          const float4 P = load4(P_smem + to);      // from where it waited, out of the way of dP
+          store4(dS_smem + to, P.x * (dP_reg[r][c] - D_row[r]), P.y * (dP_reg[r][c + 1] - D_row[r]),
                  P.z * (dP_reg[r][c + 2] - D_row[r]), P.w * (dP_reg[r][c + 3] - D_row[r]));
         }
       }
@@ -222,41 +216,41 @@ __global__ void __launch_bounds__(threads, blocks_per_sm) backward_kernel(BwdPar
       #pragma unroll 32
       for (int row = 0; row < Br; row++) {
         float P[keys], gradient[dims], dS[keys], query[dims];
-        load(P, P_smem + row * Bc, first_key, 0, row % 2 * 16);
-        load(gradient, dO_smem + row * width, first_dim, 32, row % 2 * 4);
+        load(P, P_smem + row * Bc, dK_row, 0, row % 2 * 16);
+        load(gradient, dO_smem + row * width, dim, 32, row % 2 * 4);
         add_outer_product(dV_reg, P, gradient);                          // line 12: + P_ij^T dO_i
-        load(dS, dS_smem + row * Bc, first_key, 0, row % 2 * 16);
-        load(query, Q_smem + row * width, first_dim, 32, row % 2 * 4);
+        load(dS, dS_smem + row * Bc, dK_row, 0, row % 2 * 16);
+        load(query, Q_smem + row * width, dim, 32, row % 2 * 4);
         add_outer_product(dK_reg, dS, query);                            // line 16: + dS_ij^T Q_i
       }
 
       float dQ_reg[dQ_rows][dims] = {};                                  // line 15: dS_ij K_j
-      const float* dS_rows = dS_smem + first_dQ_row * Bc;
-      add_product<32, 1>(dQ_reg, dS_rows, 4 * Bc, 16 * odd, K_smem, width, 0, first_dim, Bc);
-      float* dQ = p.dQ.head(b, h) + first_dim;
-      for (int r = 0; r < dQ_rows; r++) {                                // line 15: to HBM, with other blocks
-        const int row = i * Br + first_dQ_row + 4 * r;
+      const float* dS_rows = dS_smem + dQ_row * Bc;
+      add_product<32, 1>(dQ_reg, dS_rows, 4 * Bc, 16 * odd, K_smem, width, 0, dim, Bc);
+      for (int r = 0; r < dQ_rows; r++) {
+        const int row = i * Br + dQ_row + 4 * r;
         if (row >= p.N_q) continue;
-        for (int c = 0; c < dims; c += 4) {
-          if (width != d && first_dim + 8 * c >= d) continue;
-          atomic_add4(dQ + row * p.dQ.stride_n + 8 * c, p.scale * dQ_reg[r][c], p.scale * dQ_reg[r][c + 1],
+        for (int c = 0; c < dims; c += 4) {                              // line 15: to HBM, with other blocks
+          const int k = dim + 8 * c;
+          if (k >= d) continue;
+          atomic_add4(dQ + row * p.dQ.stride_n + k, p.scale * dQ_reg[r][c], p.scale * dQ_reg[r][c + 1],
                       p.scale * dQ_reg[r][c + 2], p.scale * dQ_reg[r][c + 3]);
         }
       }
-      __syncthreads();                    // all are done with these tiles, which are now overwritten
     }                                                                    // line 17
   }
 
-  float* dK = p.dK.head(b, h_kv) + first_dim;
-  float* dV = p.dV.head(b, h_kv) + first_dim;
+  float* dK = p.dK.head(b, h_kv);
+  float* dV = p.dV.head(b, h_kv);
   for (int r = 0; r < keys; r++) {                                       // line 18
-    const int col = j * Bc + first_key + r;
+    const int col = j * Bc + dK_row + r;
     if (col >= p.N_k) continue;
     for (int c = 0; c < dims; c += 4) {
-      if (width != d && first_dim + 8 * c >= d) continue;
-      store4(dK + col * p.dK.stride_n + 8 * c, p.scale * dK_reg[r][c], p.scale * dK_reg[r][c + 1],
+      const int k = dim + 8 * c;
+      if (k >= d) continue;
+      store4(dK + col * p.dK.stride_n + k, p.scale * dK_reg[r][c], p.scale * dK_reg[r][c + 1],
              p.scale * dK_reg[r][c + 2], p.scale * dK_reg[r][c + 3]);
-      store4(dV + col * p.dV.stride_n + 8 * c, dV_reg[r][c], dV_reg[r][c + 1], dV_reg[r][c + 2],
+      store4(dV + col * p.dV.stride_n + k, dV_reg[r][c], dV_reg[r][c + 1], dV_reg[r][c + 2],
              dV_reg[r][c + 3]);
     }
   }

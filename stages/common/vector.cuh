@@ -35,3 +35,18 @@ __device__ __forceinline__ void load_tile4(float* tile, int pitch, const float* 
     store4(tile + row * pitch + k, x.x, x.y, x.z, x.w);
   }
 }
+
+// As load_transposed (common/transposed.cuh), 16 bytes of HBM at a time
+template <int threads>
+__device__ __forceinline__ void load_transposed4(float* tile, int pitch, const float* matrix, int64_t stride_n,
+                                                 int first, int tile_rows, int N) {
+  for (int t = threadIdx.x; t < tile_rows * (HEAD_DIM / 4); t += threads) {
+    const int row = t / (HEAD_DIM / 4), k = t % (HEAD_DIM / 4) * 4;
+    float4 x = make_float4(0.f, 0.f, 0.f, 0.f);
+    if (first + row < N) x = load4(matrix + (first + row) * stride_n + k);
+    tile[k * pitch + row] = x.x;
+    tile[(k + 1) * pitch + row] = x.y;
+    tile[(k + 2) * pitch + row] = x.z;
+    tile[(k + 3) * pitch + row] = x.w;
+  }
+}
