@@ -32,25 +32,15 @@ __device__ __forceinline__ void store_transposed(float* tile, int pitch, int row
   to[3 * pitch] = x.w;
 }
 
-// A warp takes 16 rows x 2 float4s of a tile at a time, down the tile first. Where is this lane the n-th
-// time? x: the row; y: which float4 of it.
-template <int threads>
-__device__ __forceinline__ int2 nth_float4(int n, int tile_rows) {
-  const int warp = threadIdx.x / 32 % (threads / 32), lane = threadIdx.x % 32;
-  const int nth = n * (threads / 32) + warp, down = tile_rows / 16;
-  return make_int2(nth % down * 16 + lane / 2, nth / down * 2 + lane % 2);
-}
-
-// As load_transposed (common/transposed.cuh), 16 bytes of HBM at a time, times `scale`.
+// As load_transposed4 (common/vector.cuh), without a bank conflict, and times `scale`.
 template <int threads>
 __device__ __forceinline__ void load_swizzled4(float* tile, int pitch, const float* matrix, int64_t stride_n,
                                                int first, int tile_rows, int N, float scale = 1.f) {
   for (int n = 0; n * threads < tile_rows * HEAD_DIM / 4; n++) {
-    const int2 at = nth_float4<threads>(n, tile_rows);
+    const int2 at = nth_float4<2, threads>(n, tile_rows);
+    if (HEAD_DIM % 32 != 0 && 4 * at.y >= HEAD_DIM) continue;
     float4 x = make_float4(0.f, 0.f, 0.f, 0.f);
-    if (4 * at.y >= HEAD_DIM) continue;
     if (first + at.x < N) x = load4(matrix + (first + at.x) * stride_n + 4 * at.y);
-    x = make_float4(scale * x.x, scale * x.y, scale * x.z, scale * x.w);
-    store_transposed(tile, pitch, at.x, at.y, x);
+    store_transposed(tile, pitch, at.x, at.y, make_float4(scale * x.x, scale * x.y, scale * x.z, scale * x.w));
   }
 }
