@@ -1,5 +1,5 @@
 // Backward stage 4: register_tiles
-// idea:    x
+// idea:    a thread computes 4 x 8 pieces of all five products by outer products; K and V transposed
 // types:   fp32
 // needs:   any GPU
 // after:   recompute
@@ -9,6 +9,41 @@
 // shared:  4 * (2 * Bc * (d + Br) + (Bc + 2 * Br) * max(32, 1 << (d - 1).bit_length()))
 // workspace: D
 // hbm:     4 * B * (5 * H_kv * N_k * d + H * N_q * (Tc * (4 * d + 2) + 3 * d + 2))
+// predicted: 1.2x at d=64 and d=128: a third of the loads, many with bank conflicts
+//
+// In recompute a lane loads 10 numbers from shared memory for 16 multiplications, and most of these loads
+// bring one number for the whole warp. Here a thread holds a piece of every product in registers: 4 x 8
+// numbers (of S and dP 4 x 4 for d > 64, 1 x 4 for d > 128; of dK, dV and dQ 4 x 4 for d <= 32). One step of
+// a sum is then the outer product of 4 numbers of one operand and 8 of the other: 12 loads for 32
+// multiplications (common/outer_product.cuh).
+//
+// A warp is 4 x 8 lanes: 8 neighbours share rows of a product, and every eighth lane shares columns. What a
+// product sums over decides how its operands should lie:
+//
+//   S = Q K^T, dP = dO V^T    over d       K and V are transposed, once, because the block keeps them: 8
+//                                          neighbouring lanes then read neighbouring keys of one k. Q and dO
+//                                          come anew for each tile, and stay as they are.
+//   dV = P^T dO, dK = dS^T Q  over rows    All four stay as they are. A row of P and one of dO make an outer
+//                                          product, and so do a row of dS and one of Q.
+//   dQ = dS K                 over keys    dS stays as it is; and K is here once more, not transposed.
+//
+// add_product makes three of them. It reads its first operand along the sum and its second one across. The
+// other two read both across.
+//
+// HBM traffic without caches (hbm, above): as in recompute, but K is read twice, the second time to be
+// transposed.
+//
+// Changed from recompute: which numbers a thread holds, and with them every product. The order of the steps
+// and the masks stay. Lines 10 and 13 of Algorithm 2 are no longer one loop. Columns from d to the next
+// multiple of 32 are zeros in shared memory, so that no product asks for them.
+//
+// Bound by shared memory, as its counts say (flash.inspect(), d=64). For a tile of S a multiprocessor needs
+// 10,240 cycles for multiplications. nvcc merges loads of four neighbours into one of 16 bytes by itself
+// (sm_90a: all 42 of the products), and these take 14,300 wavefronts, a cycle each; stores of P and dS take
+// 4,900. The four rows that a warp reads of Q, dO and dS lie in the same banks.
+//
+// For d > 128 a block takes up to 168 KB of shared memory: d = 256 needs an H100. Left the choice,
+// attention() takes the best stage that fits.
 #pragma once
 #include "common/launch.cuh"
 #include "common/mask.cuh"
@@ -98,8 +133,8 @@ __global__ void __launch_bounds__(threads) backward_kernel(BwdParams p, const fl
         for (int c = 0; c < cols; c++) {
           const int col = j * Bc + S_col + c / 4 * 32 + c % 4;
           const float P = mask.sees(row, col) ? expf(p.scale * S_reg[r][c] - L_row) : 0.f; // line 11
-          P_smem[(S_row + 4 * r) * Bc + S_col + c / 4 * 32 + c % 4] = P;
-          dS_smem[(S_row + 4 * r) * Bc + S_col + c / 4 * 32 + c % 4] = P * (dP_reg[r][c] - D_row);   // line 14
+          P_smem[(S_row + 4 * r) * Bc + S_col + c / 4 * 32 + c % 4] = P; // line 14: dS_ij, in the next line
+          dS_smem[(S_row + 4 * r) * Bc + S_col + c / 4 * 32 + c % 4] = P * (dP_reg[r][c] - D_row);
         }
       }
       __syncthreads();                    // a warp now reads columns of P and dS, which all warps wrote

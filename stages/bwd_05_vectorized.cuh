@@ -1,5 +1,5 @@
 // Backward stage 5: vectorized
-// idea:    x
+// idea:    four numbers at a time: from HBM, in shared memory, and the atomics of dQ
 // types:   fp32
 // needs:   any GPU
 // after:   register_tiles
@@ -9,6 +9,26 @@
 // shared:  4 * (2 * Bc * (d + Br) + (Bc + 2 * Br) * max(32, 1 << (d - 1).bit_length()))
 // workspace: D
 // hbm:     4 * B * (5 * H_kv * N_k * d + H * N_q * (Tc * (4 * d + 2) + 3 * d + 2))
+// predicted: 1.2x at d=64 and d=128: a quarter of the requests to HBM and of the stores to shared memory
+//
+// A request for 16 bytes a lane costs as many instructions as one for 4. So
+//
+//   - tiles come from HBM by float4s (common/vector.cuh), a quarter of the loads and of the stores to shared
+//     memory;
+//   - P and dS are stored four keys at a time, and dK and dV leave four columns at a time;
+//   - a float4 of Q, dO or dS along the sum gives add_product four steps of it;
+//   - dQ is added to four numbers at a time where the GPU can (atomic_add4: sm_90).
+//
+// The loads of the inner loops stay what they were, as nvcc had merged them. What it cannot do: it does not
+// know that the rows of a tensor start at multiples of 16 bytes. flash.py checks that they do.
+//
+// HBM traffic without caches (hbm, above): as in register_tiles, in a quarter of the requests.
+//
+// Changed from register_tiles: loads, stores and atomics. A thread's numbers and all steps stay. load_tile4
+// fills columns from d on with zeros itself.
+//
+// Bound by shared memory, as its counts say (flash.inspect(), d=64): a tile of S takes 16,500 wavefronts, a
+// cycle each, and 10,240 cycles for multiplications. The rows of Q, dO and dS still lie in the same banks.
 #pragma once
 #include "common/launch.cuh"
 #include "common/mask.cuh"

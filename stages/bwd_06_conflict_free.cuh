@@ -1,5 +1,5 @@
 // Backward stage 6: conflict_free
-// idea:    x
+// idea:    the lanes of a warp and the rows of tiles are arranged so that no bank conflict is left
 // types:   fp32
 // needs:   any GPU
 // after:   vectorized
@@ -9,6 +9,30 @@
 // shared:  4 * (2 * Bc * (d + Br) + (Bc + 2 * Br) * max(32, 1 << (d - 1).bit_length()))
 // workspace: D
 // hbm:     4 * B * (5 * H_kv * N_k * d + H * N_q * (Tc * (4 * d + 2) + 3 * d + 2))
+// predicted: 1.25x at d=64 and d=128: half the wavefronts of reads from shared memory
+//
+// An H200 serves 16 bytes a lane in four wavefronts, but in two if neighbouring lanes read the same numbers
+// (results/h200/banks.json). Two arrangements make that happen for every operand:
+//
+//   lanes    4 x 8 as common/conflict_free.cuh draws it, no longer lane / 8 and lane % 8: both operands of an
+//            outer product are then read in two wavefronts, not four.
+//   columns  Some change places within their row, by XOR with a number that the row decides (swizzle):
+//
+//     Q, dO    of odd rows neighbouring float4s: k ^ 4         a warp reads 4 rows, 4 columns of each, along
+//     P, dS    of odd rows halves of 32 columns: col ^ 16      the sum: even and odd rows no longer meet
+//     K^T, V^T of k with odd k / 4 halves of 32 keys: ^ 16     a warp stores 16 rows x 2 float4s at a time
+//
+// A row that is read across has the same swizzle in all lanes, so there it costs nothing. K as it is needs
+// none: dQ reads it across, and its float4s are stored in the order of the lanes.
+//
+// Requests, and HBM traffic without caches (hbm, above), are those of vectorized. No line of the stage takes
+// more wavefronts than it must (flash.inspect()).
+//
+// Changed from vectorized: where a lane's numbers and a tile's columns are. Nothing else.
+//
+// Bound by no single unit, as its counts say (flash.inspect(), d=64): a tile of S takes 8,300 wavefronts, and
+// 10,240 cycles for multiplications. The next stage asks what these wait for: tiles of Q and dO, the mask and
+// expf of each score, the longest blocks.
 #pragma once
 #include "common/conflict_free.cuh"
 #include "common/launch.cuh"
@@ -30,9 +54,9 @@ constexpr int rows = Br / (4 * (warps / warps_c));
 constexpr int keys = 4, dims = width / (8 * warps_d);
 constexpr int dQ_rows = Br / (Bc / 4);
 
-// As load_tile4, but of odd rows neighbouring float4s change places, so that two rows can be read at a time.
-__device__ __forceinline__ void load_swizzled_rows(float* tile, const float* matrix, int64_t stride_n, int first,
-                                                   int N) {
+// As load_tile4, but of odd rows neighbouring float4s change places.
+__device__ __forceinline__ void load_swizzled_rows(float* tile, const float* matrix, int64_t stride_n,
+                                                   int first, int N) {
   for (int n = threadIdx.x; n < Br * width / 4; n += threads) {
     const int row = n / (width / 4), k = n % (width / 4) * 4;
     float4 x = make_float4(0.f, 0.f, 0.f, 0.f);
@@ -111,8 +135,8 @@ __global__ void __launch_bounds__(threads) backward_kernel(BwdParams p, const fl
       __syncthreads();                    // nobody reads before everybody has written
 
       float S_reg[rows][cols] = {}, dP_reg[rows][cols] = {};
-      add_product(S_reg, Q_smem + S_row * width, 4 * width, 4 * odd, KT_smem, Bc, 16, S_col, d);     // line 10
-      add_product(dP_reg, dO_smem + S_row * width, 4 * width, 4 * odd, VT_smem, Bc, 16, S_col, d);   // line 13
+      add_product(S_reg, Q_smem + S_row * width, 4 * width, 4 * odd, KT_smem, Bc, 16, S_col, d);   // 10
+      add_product(dP_reg, dO_smem + S_row * width, 4 * width, 4 * odd, VT_smem, Bc, 16, S_col, d); // 13
 
       for (int r = 0; r < rows; r++) {
         const int row = i * Br + S_row + 4 * r;

@@ -10,7 +10,7 @@
 // shared:  4 * (2 * Bc * (d + Br) + (Bc + 2 * Br) * max(32, 1 << (d - 1).bit_length()))
 // workspace: D
 // hbm:     4 * B * (5 * H_kv * N_k * d + H * N_q * (Tc * (4 * d + 2) + 3 * d + 2))
-// predicted: 1.3x at d=64, 1.2x at d=128: nobody waits for Q and dO; causal 1.1x more: heavy tiles first
+// predicted: 1.3x at d=64, 1.2x at d=128, less without a mask: no wait for Q and dO; heavy tiles first
 //
 // No product changes any more. What does:
 //
@@ -18,12 +18,12 @@
 //     these are done (stage_tile, store_tile). So no multiplication waits for HBM.
 //   - P waits in shared memory, where dV needs it anyway, while dP is being made. The registers that it gives
 //     back, up to 32, hold the next Q and dO.
-//   - An exponential is one instruction (common/exp2.cuh). The mask is looked at in those tiles alone that it
-//     cuts, or that reach past the last row or key.
-//   - Causal: the tiles of K and V that most rows see start first, those of all heads. Short ones fill the
-//     gaps at the end (common/order.cuh).
-//   - Loops are unrolled, and multiplications ordered (by_rows), as was fastest. There are always enough
-//     registers for 256 threads on a multiprocessor, and no more are asked for.
+//   - An exponential is one instruction (common/exp2.cuh). Only tiles that the mask cuts, or that reach past
+//     the last row or key, look at it.
+//   - With a causal mask, the tiles of K and V that most rows see start first, those of all heads. Short ones
+//     fill the gaps at the end (common/order.cuh).
+//   - Loops are unrolled, and multiplications ordered (by_rows), as was fastest. The compiler may use as many
+//     registers as 256 threads on a multiprocessor leave.
 //
 // dQ still leaves by atomics: each block adds its part to HBM, in any order, so that the last bits of dQ
 // differ from run to run. A kernel of its own for dQ, as in deterministic, would be seven products instead of
@@ -31,14 +31,11 @@
 //
 // HBM traffic without caches (hbm, above): as in conflict_free.
 //
-// Changed from conflict_free: the list above. Algorithm 2's lines 10 and 13 are no longer one loop.
+// Changed from conflict_free: the list above.
 //
-// Bound by the multipliers and by what feeds them: multipliers are busy 63 % of the time, issue slots 73 %,
-// shared memory 50 %, HBM 4 % (H200, B4 H12 N1024 d64 causal). PyTorch's product of large fp32 matrices keeps
-// the multipliers busy for 77 %.
-//
-// For d > 128 a block takes up to 168 KB of shared memory: d = 256 needs an H100. Left the choice,
-// attention() takes the best stage that fits.
+// Bound by the multipliers and what feeds them: multipliers are busy 63 % of the time, issue slots 73 %,
+// shared memory 50 %, HBM 4 % (H200, B4 H12 N1024 d64 causal). That is 68 % of the speed of PyTorch's product
+// of large fp32 matrices (README.md), which keeps the multipliers busy 77 % of the time.
 #pragma once
 #include "common/conflict_free.cuh"
 #include "common/exp2.cuh"
@@ -79,7 +76,7 @@ __device__ __forceinline__ void stage_tile(float4 (&staged)[staged_rows], const 
   }
 }
 
-// Of odd rows, neighbouring float4s change places, so that two rows can be read at a time.
+// Of odd rows neighbouring float4s change places.
 __device__ __forceinline__ void store_tile(float* tile, const float4 (&staged)[staged_rows]) {
   for (int n = 0; n < staged_rows; n++) {
     const int row = threadIdx.x / (width / 4) + n * tile_step, k = threadIdx.x % (width / 4) * 4;
