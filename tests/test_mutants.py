@@ -268,7 +268,7 @@ BACKWARD_MUTANTS = [
      "((int64_t)b * Tr + i)"),
     ("cp_async", "dO with the rows of Q", r"\(b, h\), p\.dO\.stride_n", "(b, h), p.Q.stride_n"),
     ("cp_async", "a row that sees no key", r"== -INFINITY \? 0\.f : sum", "== -INFINITY ? -INFINITY : sum"),
-    ("cp_async", "half of dQ not zero at the start", r"dQ\[0\] = dQ\[1\] = make", "dQ[0] = make"),
+    ("cp_async", "half of dQ not zero at the start", r"e < 2; e\+\+\) dQ\[e\]", "e < 1; e++) dQ[e]"),
     ("late_dq", "the last dQ forgotten", r"add_dQ\(h, Tr - 1\)", ""),
     ("late_dq", "dQ of the wrong tile", r"add_dQ\(h, i - 1\)", "add_dQ(h, i)"),
     ("late_dq", "scale missing on dQ", r"sum, p\.scale\)", "sum, 1.f)"),
