@@ -11,8 +11,12 @@ struct Mask {
   __device__ explicit Mask(const Params& p) : N_q(p.N_q), N_k(p.N_k), diagonal(p.diagonal) {}
 
   // Does the query of `row` see the key of `col`? Rows and keys past the end are not there.
-  __device__ bool sees(int row, int col) const {
-    return row < N_q && col < N_k && (!CAUSAL || col <= row + diagonal);
+  __device__ bool sees(int row, int col) const { return row < N_q && sees_key(row, col, 0); }
+
+  // Does it see the key of col + c? Any row may be asked for, where nobody uses what is past the end. c is
+  // apart, as it is a constant where a loop is unrolled: then an element takes one comparison, with a constant.
+  __device__ bool sees_key(int row, int col, int c) const {
+    return c < (CAUSAL ? min(N_k - col, row + 1 + diagonal - col) : N_k - col);
   }
 
   // Tile i of Q, causal: its last row, (i + 1) * Br - 1, sees the most keys. From j = end_j(i) on S_ij is

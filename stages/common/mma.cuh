@@ -43,10 +43,7 @@ __device__ __forceinline__ void for_each(float (&acc)[n_tiles][4], F f) {
 template <int n_tiles, class F>
 __device__ __forceinline__ void for_row(float (&acc)[n_tiles][4], int r, F f) {
   #pragma unroll
-  for (int n = 0; n < n_tiles; n++) {
-    #pragma unroll
-    for (int c = 0; c < 2; c++) f(acc[n][2 * r + c]);
-  }
+  for (int c = 0; c < 2 * n_tiles; c++) f(acc[c / 2][2 * r + c % 2]);
 }
 
 // Neighbouring elements two at a time, rounded, as a register: f(both, row, col)
