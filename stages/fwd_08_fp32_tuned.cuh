@@ -178,7 +178,7 @@ __global__ void __launch_bounds__(threads, blocks_per_sm) forward_kernel(FwdPara
     __syncthreads();                      // K_j+1 is there; and all are done with V_j
   }                                                                      // line 11
 
-  float* O = p.O.head(b, h);
+  float* O = p.O.head(bh / p.H, bh % p.H);    // b and h would have taken registers since the beginning
   #pragma unroll
   for (int r = 0; r < rows; r++) {
     const int row = i * Br + row_of(r);
