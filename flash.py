@@ -21,6 +21,7 @@ import contextvars
 import ctypes
 import math
 import os
+import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -42,6 +43,8 @@ from jit.registry import (
     Stage,
     default_device,
     find_stage,
+    lineage,
+    parent,
     read_stage,
     shared_memory_per_block,
     stages,
@@ -50,8 +53,8 @@ from simulator.inspection import Report
 
 __all__ = ["BUILD", "DTYPES", "FIELDS", "MAX_HEAD_DIM", "ROOT", "STAGES", "Available", "Difference", "Report",
            "Stage", "attention", "build", "build_simulator", "can_inspect", "default_device", "definitions",
-           "describe_device", "diff", "find_nvcc", "find_stage", "inspect", "nvcc_version", "read_stage",
-           "scaled_dot_product_attention", "shared_memory_per_block", "stages"]
+           "describe_device", "diff", "find_nvcc", "find_stage", "inspect", "lineage", "nvcc_version",
+           "parent", "read_stage", "scaled_dot_product_attention", "shared_memory_per_block", "stages"]
 
 MAX_HEAD_DIM = 256
 ELEMENTS = {torch.float32: "float", torch.float16: "__half", torch.bfloat16: "__nv_bfloat16"}   # in CUDA
@@ -435,8 +438,8 @@ def _launch(stage: Stage, tiles: dict[str, int], deterministic: bool, diagonal: 
     report = _inspection.get()
     if report and q.device.type != "cpu":
         raise RuntimeError("inspect() observes the simulator, not a GPU: pass CPU tensors (q.cpu(), ...)")
-    library = _library(stage, definitions(stage, q.dtype, d, diagonal is not None, tiles, deterministic),
-                       q.device)
+    macros = definitions(stage, q.dtype, d, diagonal is not None, tiles, deterministic, scale < 0)
+    library = _library(stage, macros, q.device)
     params = _PARAMS[stage.direction](B=B, H=H, H_kv=k.shape[1], N_q=N_q, N_k=k.shape[2],
                                       diagonal=diagonal or 0, scale=scale)
     _point(params, inputs | outputs)
@@ -477,10 +480,11 @@ def _visible_pairs(N_q: int, N_k: int, diagonal: int | None) -> int:
 
 
 def definitions(stage: Stage, dtype: torch.dtype, d: int, causal: bool, tiles: dict[str, int],
-                deterministic: bool = False) -> dict[str, str | Path]:
+                deterministic: bool = False, negative_scale: bool = False) -> dict[str, str | Path]:
     """The macros that flash_fwd.cu or flash_bwd.cu is compiled with; a path stands for a file to include."""
     macros = {"STAGE_FILE": stage.path, "ELEMENT": ELEMENTS[dtype], "HEAD_DIM": str(d),
-              "CAUSAL": str(int(causal)), "BLOCK_R": str(tiles["Br"]), "BLOCK_C": str(tiles["Bc"])}
+              "CAUSAL": str(int(causal)), "NEGATIVE_SCALE": str(int(negative_scale)),
+              "BLOCK_R": str(tiles["Br"]), "BLOCK_C": str(tiles["Bc"])}
     if stage.direction == "bwd":
         macros["DETERMINISTIC"] = str(int(deterministic and stage.deterministic_on_request))
     return macros
@@ -612,22 +616,8 @@ def describe_device(device: torch.device) -> str:
     return f"CPU, in the simulator ({os.cpu_count()} cores), PyTorch {torch.__version__}"
 
 
-def main() -> None:
-    """Print the ladder, and what of it runs on this machine."""
-    from rich.console import Console
-    from rich.table import Table
-
-    device = default_device()
-    table = Table(title=f"Stages on this machine: {describe_device(device)}",
-                  caption="flash.attention(q, k, v, stage=..., backward=...)")
-    for column in ("#", "stage", "types", "needs", "runs here", "idea"):
-        table.add_column(column, no_wrap=column == "stage", overflow="fold")
-    type_names = {dtype: name for name, dtype in DTYPES.items()}
-    for s in stages():
-        table.add_row(f"{s.direction} {s.number}", s.name, ", ".join(type_names[t] for t in s.dtypes),
-                      s.needs, str(s.available(device)), s.idea)
-    Console().print(table)
-
-
 if __name__ == "__main__":
-    main()
+    sys.modules["flash"] = sys.modules["__main__"]  # this module, once: its operators can be registered once
+
+    import ladder
+    sys.exit(ladder.main())

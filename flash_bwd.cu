@@ -1,8 +1,11 @@
 // FlashAttention backward: what it computes, the ladder, and the one entry point. As with flash_fwd.cu, which
 // has the notation, this is the file that is compiled, and the stage comes in as a macro:
 //
-//   nvcc -DSTAGE_FILE='"stages/bwd_02_recompute.cuh"' -DELEMENT=float -DHEAD_DIM=64 -DCAUSAL=1 -DBLOCK_R=64 \
-//        -DBLOCK_C=64 -arch=sm_80 -cubin -Xptxas -v flash_bwd.cu
+//   nvcc -DSTAGE_FILE='"stages/bwd_02_recompute.cuh"' -DELEMENT=float -DHEAD_DIM=64 -DCAUSAL=1 \
+//        -DNEGATIVE_SCALE=0 -DDETERMINISTIC=0 -DBLOCK_R=64 -DBLOCK_C=64 -arch=sm_80 -cubin -Xptxas -v \
+//        flash_bwd.cu
+//
+// (DETERMINISTIC is 1 where a stage that is deterministic on request is to be so.)
 //
 // Given dO, the gradient of a loss by O, it computes dQ, dK and dV, its gradients by Q, K and V. For every
 // batch element and query head (stages/bwd_01_naive.cuh derives it):
@@ -18,13 +21,18 @@
 //   dS, dP        (N_q, N_k)          of one head; dS is the gradient by S, that is by the scaled scores
 // A row that sees no key gets and gives no gradient: its P is 0.
 //
-// The ladder:
-//   stages/bwd_01_naive.cuh            the five products, plainly; S, P, dP and dS, N x N, in HBM
-//   stages/bwd_02_recompute.cuh        FlashAttention-2: P from L, tile by tile; dQ summed by atomics
-//   stages/bwd_03_deterministic.cuh    dK and dV in one kernel, dQ in another: the same bits every run
-//   stages/bwd_04_vectorized.cuh       float4, register tiles: near what fp32 multipliers give
-//   stages/bwd_05_mma.cuh              fp16 and bf16 on tensor cores, P^T and dS^T in registers
-//   stages/bwd_06_cp_async.cuh         asynchronous copies, double buffering, heads in parallel
+// The ladder. A stage grew from the one before it, if none is named here:
+//   stages/bwd_01_naive.cuh           the five matrix products, plainly; S, P, dP and dS, N x N, in HBM
+//   stages/bwd_02_recompute.cuh       FlashAttention-2: P from L, D = rowsum(dO * O); a K/V tile a block; dQ
+//                                     by atomicAdd
+//   stages/bwd_03_deterministic.cuh   dK and dV in one kernel, dQ in another: no atomics, the same bits every
+//                                     run; 7 products, not 5
+//   stages/bwd_04_vectorized.cuh      (after recompute) float4, register tiles, operands transposed where
+//                                     that helps: near what fp32 multipliers give
+//   stages/bwd_05_mma.cuh             (after recompute) tensor cores: half of the warps make dV, the others
+//                                     dK; P^T and dS^T stay in registers
+//   stages/bwd_06_cp_async.cuh        copies under way while tensor cores work; dQ under the exponentials; a
+//                                     block for each query head
 // The lines at a stage's start, and the two functions that it defines, are those of a forward stage.
 #include <cuda_runtime.h>
 #include <math.h>

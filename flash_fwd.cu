@@ -1,9 +1,10 @@
 // FlashAttention forward: the notation, the ladder, and the one entry point. This is the file that is
 // compiled; the stage to compile comes in as a macro, and so do its compile-time constants:
 //
-//   nvcc -DSTAGE_FILE='"stages/fwd_04_flash2.cuh"' -DELEMENT=float -DHEAD_DIM=64 -DCAUSAL=1 -DBLOCK_R=64 \
-//        -DBLOCK_C=64 -arch=sm_80 -cubin -Xptxas -v flash_fwd.cu
+//   nvcc -DSTAGE_FILE='"stages/fwd_04_flash2.cuh"' -DELEMENT=float -DHEAD_DIM=64 -DCAUSAL=1 \
+//        -DNEGATIVE_SCALE=0 -DBLOCK_R=64 -DBLOCK_C=64 -arch=sm_80 -cubin -Xptxas -v flash_fwd.cu
 //
+// (ELEMENT is __half or __nv_bfloat16 for the stages in 16 bits. NEGATIVE_SCALE is 1 for a scale below 0.)
 // flash.py passes them, builds on first use and calls flash_fwd(). Nothing here needs PyTorch's headers: a
 // build takes a second.
 //
@@ -24,18 +25,25 @@
 // Causal: the query of row q sees the key of row k if k <= q + diagonal.
 // A row that sees no key: O = 0, L = -inf.
 //
-// The ladder. Each stage is a file of its own, and keeps the names, order and layout of the one before:
+// The ladder. Each stage is a file of its own, and keeps the names, order and layout of the one that it grew
+// from, the one before it if none is named here (its header's line `after:`):
 //   stages/fwd_01_naive.cuh            three kernels; S and P, N x N, in HBM
-//   stages/fwd_02_tiled.cuh            the same three, through tiles in shared memory
-//   stages/fwd_03_online_softmax.cuh   FlashAttention-1: one kernel, S and P never leave the chip
-//   stages/fwd_04_flash2.cuh           FlashAttention-2: the loops the other way round; O stays in registers
-//   stages/fwd_05_vectorized.cuh       float4, register tiles: near what fp32 multipliers give
-//   stages/fwd_06_wmma.cuh             fp16 and bf16 on tensor cores, by the portable API
+//   stages/fwd_02_tiled.cuh            the same three kernels, through tiles in shared memory
+//   stages/fwd_03_online_softmax.cuh   FlashAttention-1, Algorithm 1: one kernel, K/V outer loop; m, l, O
+//                                      updated in HBM
+//   stages/fwd_04_flash2.cuh           FlashAttention-2: Q tile a block, K/V inner loop; O, m, l in
+//                                      registers; L written once
+//   stages/fwd_05_vectorized.cuh       float4, 8 x 8 numbers of S a thread, operands transposed: near what
+//                                      fp32 multipliers give
+//   stages/fwd_06_wmma.cuh             (after flash2) tensor cores by the portable API; S, P and O through
+//                                      shared memory
 //   stages/fwd_07_mma.cuh              mma.sync and ldmatrix: S and P never leave registers
 //   stages/fwd_08_swizzle.cuh          the XOR swizzle: no bank conflicts
-//   stages/fwd_09_cp_async.cuh         asynchronous copies, double buffering
-// A stage starts with lines for jit/registry.py: tile sizes and conditions on them (tiles, limits), and in
-// bytes the shared memory of a block (shared) and the HBM traffic of a call without a mask, if nothing is
+//   stages/fwd_09_cp_async.cuh         asynchronous copies, double buffering, exp2 with the scale folded in,
+//                                      masked tiles split off
+// A stage starts with lines for jit/registry.py: the stage that it grew from (after); at the end of a branch,
+// the architecture from which on calls take it (default); tile sizes and conditions on them (tiles, limits);
+// in bytes the shared memory of a block (shared) and the HBM traffic of a call without a mask, if nothing is
 // cached (hbm).
 // It defines two functions:
 //   cudaError_t launch(const FwdParams&, cudaStream_t)

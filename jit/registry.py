@@ -8,6 +8,7 @@ import math
 import operator
 import re
 import warnings
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,7 +21,9 @@ from .nvcc import find_nvcc
 ROOT = Path(__file__).resolve().parent.parent
 STAGES = ROOT / "stages"
 
-FIELDS = ("idea", "types", "needs", "deterministic", "tiles", "limits", "shared", "workspace", "hbm")
+FIELDS = ("idea", "types", "needs", "after", "default", "deterministic", "tiles", "limits", "shared",
+          "workspace", "hbm", "predicted", "measured")
+ARCHITECTURE = r"(any GPU|sm_\d\d+a?)"
 # By their name in a stage's header
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 MANY = 1 << 62                            # rows of Q, where nobody says how many
@@ -59,6 +62,9 @@ class Stage:
     idea: str = ""
     dtypes: tuple[torch.dtype, ...] = (torch.float32,)
     needs: str = "any GPU"                  # or the least compute capability, such as sm_70; bf16: sm_80
+    after: str = ""                         # the stage that it grew from, its parent; empty for a root
+    default: str = ""                       # the end of a branch: from which architecture on a call without a
+                                            # name takes it; empty: never
     deterministic: bool = True              # bit-identical results every run
     deterministic_on_request: bool = False  # if compiled with -DDETERMINISTIC=1, at a cost
     tile_rules: str = "Br=32 Bc=32"
@@ -66,6 +72,8 @@ class Stage:
     shared: str = "0"
     hbm: str = ""                           # bytes read and written without a mask, if nothing is cached
     workspace: str = "workspace"            # what its scratch memory holds, such as S, P
+    predicted: str = ""                     # the gain over its parent: written before it was measured
+    measured: str = ""
 
     def __str__(self) -> str:
         return f"{'backward ' * (self.direction == 'bwd')}stage {self.name!r}"
@@ -92,13 +100,10 @@ class Stage:
         if device.type != "cuda":
             return Available(f"stages run on CUDA and CPU tensors, not on {device.type}")
         needs = self.needs_for(dtype)
-        if needed := re.fullmatch(r"sm_(\d+)(\d)a?", needs):
+        if not _has(device, needs):
+            what = f"{needs} for {dtype}" if needs != self.needs and dtype else needs
             have = torch.cuda.get_device_capability(device)
-            exact = needs.endswith("a")  # sm_90a: its own instructions, which no later one has
-            if (have[0] != int(needed[1])) if exact else have < (int(needed[1]), int(needed[2])):
-                what = f"{needs} for {dtype}" if needs != self.needs and dtype else needs
-                return Available(f"needs {what}; {torch.cuda.get_device_name(device)} has "
-                                 f"sm_{have[0]}{have[1]}")
+            return Available(f"needs {what}; {torch.cuda.get_device_name(device)} has sm_{have[0]}{have[1]}")
         try:
             find_nvcc(torch.version.cuda)
         except RuntimeError as error:
@@ -191,6 +196,22 @@ class Stage:
         return ""
 
 
+def capability(architecture: str) -> tuple[int, int]:
+    """sm_80: (8, 0). any GPU: (0, 0)."""
+    found = re.fullmatch(r"sm_(\d+)(\d)a?", architecture)
+    return (int(found[1]), int(found[2])) if found else (0, 0)
+
+
+def _has(device: torch.device, architecture: str) -> bool:
+    """Whether a device is of this architecture or a later one; the simulator is of every one."""
+    if device.type == "cpu":
+        return True
+    needed, have = capability(architecture), torch.cuda.get_device_capability(device)
+    if architecture.endswith("a"):  # sm_90a: its own instructions, which no later one has
+        return have[0] == needed[0]
+    return have >= needed
+
+
 def _evaluate(expression: str, **names: int) -> int:
     """The value of an expression in a stage's header, in these names, min and max."""
     return eval(expression, {"__builtins__": {}, "min": min, "max": max}, names)
@@ -216,7 +237,7 @@ def read_stage(path: Path, direction: str = "fwd") -> Stage:
 @functools.cache
 def _read_stage(path: Path, direction: str, modified: int) -> Stage:
     header = re.match(r"\ufeff?(?://.*\n)*", path.read_text(errors="replace"))[0]
-    title = re.match(r"\ufeff?// (Forward|Backward) stage (\d+): (\w+)", header)
+    title = re.match(r"\ufeff?// (Forward|Backward) stage(?: (\d+))?: (\w+)", header)
     if title:
         direction = "fwd" if title[1] == "Forward" else "bwd"
     lines = re.sub(r"\n// {8,}", " ", header)  # a long field goes on in the next line
@@ -224,23 +245,30 @@ def _read_stage(path: Path, direction: str, modified: int) -> Stage:
     types = re.split(r",\s*", fields.get("types", "fp32"))
     if unknown := set(types) - set(DTYPES):
         raise ValueError(f"{path}: types: {', '.join(unknown)} not among {', '.join(DTYPES)}")
-    kind = r"(any GPU|sm_\d\d+a?)"
-    if not re.fullmatch(rf"{kind}(; ({'|'.join(types)}): {kind})*", needs := fields.get("needs", "any GPU")):
+    by_type = rf"{ARCHITECTURE}(; ({'|'.join(types)}): {ARCHITECTURE})*"
+    if not re.fullmatch(by_type, needs := fields.get("needs", "any GPU")):
         raise ValueError(f"{path}: needs: {needs!r} is neither 'any GPU' nor a capability, such as sm_80; "
                          "others may follow for one of the types each, as in sm_70; bf16: sm_80")
+    default, after = (fields.get(name, "").strip() for name in ("default", "after"))
+    if default and not re.fullmatch(ARCHITECTURE, default):
+        raise ValueError(f"{path}: default: {default!r} is neither 'any GPU' nor an architecture, such as "
+                         "sm_80, from which on this stage is taken; leave the line out if it never is")
     if (determinism := fields.get("deterministic", "yes")) not in DETERMINISM:
         raise ValueError(f"{path}: deterministic: {determinism!r} is not among {', '.join(DETERMINISM)}")
     if (workspace := fields.get("workspace", "workspace")) in TENSORS[direction]:
         raise ValueError(f"{path}: workspace: {workspace} is a tensor of the call: give it another name")
     deterministic, on_request = DETERMINISM[determinism]
-    in_ladder = title and path.parent == STAGES
+    in_ladder = title and title[2] and path.parent == STAGES
+    if after and not in_ladder:
+        _check_parent(path, after, [s.name for s in stages(direction)], direction)
     stage = Stage(
         number=int(title[2]) if in_ladder else 0, name=title[3] if in_ladder else path.stem,
         direction=direction, path=path, idea=fields.get("idea", ""),
-        dtypes=tuple(DTYPES[t] for t in types), needs=needs, deterministic=deterministic,
+        dtypes=tuple(DTYPES[t] for t in types), needs=needs, after=after, default=default,
+        deterministic=deterministic,
         deterministic_on_request=on_request, tile_rules=fields.get("tiles", "Br=32 Bc=32"),
         limits=fields.get("limits", ""), shared=fields.get("shared", "0"), hbm=fields.get("hbm", ""),
-        workspace=workspace)
+        workspace=workspace, predicted=fields.get("predicted", ""), measured=fields.get("measured", ""))
     try:
         if sorted(tiles := stage.default_tiles(64)) != ["Bc", "Br"]:
             raise ValueError("tiles: must give Br and Bc, as in Br=64 Bc=32; d > 128: Br=16 Bc=32")
@@ -258,7 +286,8 @@ def stages(direction: str | None = None) -> list[Stage]:
     Args:
         direction: only "fwd" or only "bwd".
     Raises:
-        ValueError: if two of one direction have the same name, or a header is not understood.
+        ValueError: if two of one direction have the same name, a header is not understood, or the `after:`
+            lines make no tree.
     """
     if direction not in (None, *DIRECTIONS):
         raise ValueError(f"direction must be fwd, bwd or None, not {direction!r}")
@@ -271,14 +300,51 @@ def stages(direction: str | None = None) -> list[Stage]:
                 raise ValueError(f"{path.name} and {by_name[stage.name].path.name} are both called "
                                  f"{stage.name!r}: give one of them another name, in its first line")
             by_name[stage.name] = stage
+        for stage in by_name.values():
+            _check_ancestors(stage, by_name)
         found += by_name.values()
     return found
 
 
+def _check_parent(path: Path, after: str, known: Iterable[str], direction: str) -> None:
+    if after not in known:
+        raise ValueError(f"{path}: after: there is no {DIRECTIONS[direction]} stage {after!r} to grow from; "
+                         f"there are {', '.join(known)}. A root has no such line")
+
+
+def _check_ancestors(stage: Stage, by_name: dict[str, Stage]) -> None:
+    """Raise ValueError if they are not all in the ladder, or lead back to a stage that has been there."""
+    passed = [stage.name]
+    while stage.after:
+        _check_parent(stage.path, stage.after, by_name, stage.direction)
+        stage = by_name[stage.after]
+        if stage.name in passed:
+            circle = " after ".join([*passed, stage.name])
+            raise ValueError(f"{stage.path}: after: {circle}: a circle; let one of them grow from a stage "
+                             "outside of it")
+        passed.append(stage.name)
+
+
+def parent(stage: Stage) -> Stage | None:
+    """The stage that it grew from, or None for a root."""
+    return next((s for s in stages(stage.direction) if s.name == stage.after), None) if stage.after else None
+
+
+def lineage(stage: Stage) -> list[Stage]:
+    """The stage, its parent, and so on up to the root."""
+    return list(_lineage(stage, {s.name: s for s in stages(stage.direction)}))
+
+
+def _lineage(stage: Stage, by_name: dict[str, Stage]) -> Iterator[Stage]:
+    yield stage
+    while stage.after:
+        yield (stage := by_name[stage.after])
+
+
 def find_stage(stage: str | Path | Stage | None, dtype: torch.dtype, device: torch.device,
                direction: str = "fwd", deterministic: bool | None = False, d: int | None = None) -> Stage:
-    """The stage that a call asks for; for None, the last that takes the type and `d`, runs on the device and,
-    if so asked, is deterministic.
+    """The stage that a call asks for; for None, the best that takes the type and `d`, runs on the device and,
+    if so asked, is deterministic: see `best_stage`.
 
     Args:
         direction: "fwd" or "bwd".
@@ -295,14 +361,11 @@ def find_stage(stage: str | Path | Stage | None, dtype: torch.dtype, device: tor
     elif isinstance(stage, Path):
         stage = read_stage(stage, direction)
     elif stage is None:
-        takers = [s for s in stages(direction) if dtype in s.dtypes]
-        if not takers:
-            known = ", ".join(map(str, dict.fromkeys(t for s in stages(direction) for t in s.dtypes)))
-            raise ValueError(f"q has type {dtype}; the {ladder} take {known}: convert with "
-                             f"{_conversion(stages(direction)[0])}")
-        takers = [s for s in takers if s.can_be_deterministic or not wanted] or takers
-        stage = next((s for s in reversed(takers) if s.available(device, dtype)
-                      and (d is None or s.fits(d, shared_memory_per_block(device)))), takers[-1])
+        known = stages(direction)
+        if dtype not in (types := dict.fromkeys(t for s in known for t in s.dtypes)):
+            raise ValueError(f"q has type {dtype}; the {ladder} take {', '.join(map(str, types))}: convert "
+                             f"with {_conversion(known[0])}")
+        stage = best_stage(known, device, dtype, wanted, d)
     elif not isinstance(stage, Stage):
         raise ValueError(f"{argument} must be a name, a pathlib.Path or a Stage, not {type(stage).__name__}")
     if stage.direction != direction:
@@ -324,6 +387,40 @@ def find_stage(stage: str | Path | Stage | None, dtype: torch.dtype, device: tor
             raise RuntimeError(f"{message}; deterministic=False overrules it for a call")
         warnings.warn(message, stacklevel=1)  # of one line, so shown once
     return stage
+
+
+def best_stage(ladder: list[Stage], device: torch.device, dtype: torch.dtype, deterministic: bool = False,
+               d: int | None = None) -> Stage:
+    """The stage that a call takes without naming one.
+
+    That is the one whose `default:` is the latest architecture that the device has. Where it will not do,
+    being too large for `d`, say, or not deterministic, its nearest relative that will.
+
+    Args:
+        ladder: all stages of a direction; some take `dtype`.
+        deterministic: whether it has to be.
+    Returns:
+        A stage that takes `dtype`. If none will do, one for the error message.
+    """
+    takers = [s for s in ladder if dtype in s.dtypes]
+    takers = [s for s in takers if s.can_be_deterministic or not deterministic] or takers
+    candidates = (s for s in _by_preference(ladder, device, dtype) if s in takers)
+    first = next(candidates)
+    return next((s for s in (first, *candidates) if s.available(device, dtype)
+                 and (d is None or s.fits(d, shared_memory_per_block(device)))), first)
+
+
+def _by_preference(ladder: list[Stage], device: torch.device, dtype: torch.dtype) -> Iterator[Stage]:
+    """All stages, some several times. For each default, that of the latest architecture that the device has
+    first: it, what grew from it, its parent, what else grew from that, and so on. At last, the rest."""
+    by_name = {s.name: s for s in ladder}
+    defaults = sorted((s for s in ladder if s.default and dtype in s.dtypes),
+                      key=lambda s: (_has(device, s.default), capability(s.default)), reverse=True)
+    for default in defaults:
+        for ancestor in _lineage(default, by_name):
+            yield ancestor
+            yield from (s for s in reversed(ladder) if ancestor in _lineage(s, by_name))
+    yield from reversed(ladder)
 
 
 def _conversion(stage: Stage) -> str:

@@ -1,5 +1,6 @@
 """Writes the parts of README.md that are made from elsewhere: the ladders, from the stages' headers, the
-measured results, from the JSON files here, and a finding of the checker, from a stage broken on purpose.
+measured results, from the JSON files here, and a finding of the checker, from a stage broken on purpose. And
+the lists of stages in flash_fwd.cu and flash_bwd.cu.
 `make readme` runs it; a test fails when README.md is stale.
 """
 
@@ -26,18 +27,41 @@ SIXTEEN = ("bf16", "fp16")
 
 
 def ladder() -> str:
-    """The stages as Markdown tables, one for each direction."""
+    """The stages as Markdown tables, one for each direction: with the stage that each grew from, and, at the
+    end of a branch, the architecture from which on calls take it."""
     names = {dtype: name for name, dtype in flash.DTYPES.items()}
     tables = []
     for direction in ("fwd", "bwd"):
         lines = [f"{bench_report.PASSES[direction].capitalize()}:", "",
-                 "| # | stage | types | needs | idea |", "|---|---|---|---|---|"]
+                 "| # | stage | after | types | needs | default | idea |", "|---|---|---|---|---|---|---|"]
         for s in flash.stages(direction):
             types = ", ".join(names[dtype] for dtype in s.dtypes)
             link = f"[{s.name}]({s.path.relative_to(ROOT)})"
-            lines.append(f"| {s.number} | {link} | {types} | {s.needs} | {s.idea} |")
+            lines.append(f"| {s.number} | {link} | {s.after or '-'} | {types} | {s.needs} | "
+                         f"{s.default or '-'} | {s.idea} |")
         tables.append("\n".join(lines))
     return "\n\n".join(tables)
+
+
+def listing(direction: str) -> str:
+    """The ladder as flash_fwd.cu and flash_bwd.cu list it in comments: files, ideas, and the parent where it
+    is not the stage before."""
+    known = flash.stages(direction)
+    files = [f"//   {s.path.relative_to(ROOT)}" for s in known]
+    width = max(map(len, files)) + 3
+    lines = []
+    for file, s, before in zip(files, known, [None, *known]):
+        after = f"(after {s.after}) " if before and s.after != before.name else ""
+        lines.append(textwrap.fill(after + s.idea, 110, initial_indent=f"{file:{width}}",
+                                   subsequent_indent=f"//{'':{width - 2}}", break_on_hyphens=False))
+    return "\n".join(lines) + "\n"
+
+
+def listed(text: str, direction: str) -> str:
+    """The text of flash_fwd.cu or flash_bwd.cu with its list made anew."""
+    part = re.compile(r"(//   stages/\w+\.cuh .*\n(//    +\S.*\n)*)+")
+    assert part.search(text), f"flash_{direction}.cu has no list of stages"
+    return part.sub(lambda _: listing(direction), text, count=1)
 
 
 def bench_json(device: str, direction: str) -> dict:
@@ -315,5 +339,8 @@ def updated(text: str) -> str:
 
 
 if __name__ == "__main__":
+    for direction in ("fwd", "bwd"):
+        source = ROOT / f"flash_{direction}.cu"
+        source.write_text(listed(source.read_text(), direction))
     readme = ROOT / "README.md"
     readme.write_text(updated(readme.read_text()))

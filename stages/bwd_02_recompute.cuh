@@ -2,6 +2,7 @@
 // idea:    FlashAttention-2: P from L, D = rowsum(dO * O); a K/V tile a block; dQ by atomicAdd
 // types:   fp32
 // needs:   any GPU
+// after:   naive
 // deterministic: no
 // tiles:   Br=64 Bc=64; d > 64: Br=32 Bc=32; d > 128: Br=16 Bc=32
 // limits:  Br % 8 == 0; Bc % 32 == 0; (Br // 8) * (Bc // 32) <= 64

@@ -2,6 +2,7 @@
 // idea:    dK and dV in one kernel, dQ in another: no atomics, the same bits every run; 7 products, not 5
 // types:   fp32
 // needs:   any GPU
+// after:   recompute
 // deterministic: yes
 // tiles:   Br=64 Bc=64; d > 64: Br=32 Bc=32; d > 128: Br=16 Bc=32
 // limits:  Br % 8 == 0; Bc % 32 == 0; (Br // 8) * (Bc // 32) <= 64

@@ -2,6 +2,8 @@
 // idea:    float4, register tiles, operands transposed where that helps: near what fp32 multipliers give
 // types:   fp32
 // needs:   any GPU
+// after:   recompute
+// default: any GPU
 // deterministic: no
 // tiles:   Br=64 Bc=64; d > 128: Br=32 Bc=32
 // limits:  Br in (32, 64); Bc in (32, 64)

@@ -2,6 +2,7 @@
 // idea:    tensor cores: half of the warps make dV, the others dK; P^T and dS^T stay in registers
 // types:   fp16, bf16
 // needs:   sm_80
+// after:   recompute
 // deterministic: on request
 // tiles:   Br=64 Bc=128; d > 128: Br=64 Bc=64
 // limits:  Br in (32, 64, 128); Bc in (32, 64, 128); Br <= 2 * Bc

@@ -2,6 +2,8 @@
 // idea:    copies under way while tensor cores work; dQ under the exponentials; a block for each query head
 // types:   fp16, bf16
 // needs:   sm_80
+// after:   mma
+// default: sm_80
 // deterministic: on request
 // tiles:   Br=64 Bc=128; d > 128: Br=64 Bc=64
 // limits:  Br in (32, 64, 128); Bc in (32, 64, 128); Br <= Bc

@@ -2,6 +2,7 @@
 // idea:    the same three kernels, through tiles in shared memory
 // types:   fp32
 // needs:   any GPU
+// after:   naive
 // tiles:   Br=64 Bc=64; d > 64: Br=64 Bc=32; d > 128: Br=32 Bc=32
 // limits:  Br % 8 == 0; Bc % 32 == 0; (Br // 8) * (Bc // 32) <= 64
 // shared:  4 * (Bc * d + max(Br * d + Bc, Br * Bc))

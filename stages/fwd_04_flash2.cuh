@@ -2,6 +2,7 @@
 // idea:    FlashAttention-2: Q tile a block, K/V inner loop; O, m, l in registers; L written once
 // types:   fp32
 // needs:   any GPU
+// after:   online_softmax
 // tiles:   Br=64 Bc=64; d > 64: Br=64 Bc=32; d > 128: Br=32 Bc=32
 // limits:  Br % 8 == 0; Bc % 32 == 0; (Br // 8) * (Bc // 32) <= 64
 // shared:  4 * (Br * d + Bc * (2 * d + 1) + Br * Bc)

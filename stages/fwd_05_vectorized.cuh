@@ -2,6 +2,8 @@
 // idea:    float4, 8 x 8 numbers of S a thread, operands transposed: near what fp32 multipliers give
 // types:   fp32
 // needs:   any GPU
+// after:   flash2
+// default: any GPU
 // tiles:   Br=128 Bc=64; d > 64: Br=128 Bc=32; rows < 65536: Br=64 Bc=64; d > 128: Br=64 Bc=32;
 //          32768 <= rows < 65536 and d == 64 and not causal: Br=128 Bc=32
 // limits:  Br in (32, 64, 128); Bc in (32, 64)

@@ -2,6 +2,7 @@
 // idea:    tensor cores by the portable API; S, P and O through shared memory
 // types:   fp16, bf16
 // needs:   sm_70; bf16: sm_80
+// after:   flash2
 // tiles:   Br=64 Bc=64; d > 64: Br=64 Bc=32
 // limits:  Br % 16 == 0; Br <= 128; Bc % 16 == 0; Bc <= 128
 // shared:  (6 * Br + 4 * Bc) * ((d + 15) // 16 * 16 + 8) + 4 * Br * (Bc + 8)

@@ -2,6 +2,7 @@
 // idea:    the XOR swizzle: no bank conflicts
 // types:   fp16, bf16
 // needs:   sm_80
+// after:   mma
 // tiles:   Br=64 Bc=64; d > 128: Br=64 Bc=32
 // limits:  Br % 16 == 0; Br <= 256; Bc % 16 == 0; Bc <= 128
 // shared:  2 * (Br + 2 * Bc) * ((d + 63) // 64 * 64)

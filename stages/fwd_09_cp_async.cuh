@@ -2,6 +2,8 @@
 // idea:    asynchronous copies, double buffering, exp2 with the scale folded in, masked tiles split off
 // types:   fp16, bf16
 // needs:   sm_80
+// after:   swizzle
+// default: sm_80
 // tiles:   Br=128 Bc=128; d > 64: Br=128 Bc=64;
 //          rows < 65536 and d <= 64 or rows < 32768 and causal: Br=64 Bc=64; d > 128: Br=64 Bc=80
 // limits:  Br % 16 == 0; Br <= 256; Bc % 16 == 0; Bc <= 128

@@ -1,4 +1,4 @@
-"""Every backward stage, over the grid of test_forward.py, against float64. New stages join by being in
+"""Every backward stage, over the grid of grid.py, against float64. New stages join by being in
 stages/."""
 
 import ctypes
@@ -8,6 +8,7 @@ import random
 import pytest
 import torch
 from conftest import (
+    GRID,
     check_gradients,
     max_error,
     poisoned,
@@ -16,9 +17,9 @@ from conftest import (
     random_qkv,
     reference,
     tile_sizes,
+    type_for,
     with_gaps,
 )
-from test_forward import GRID, type_for
 
 import flash
 from jit import registry

@@ -255,6 +255,119 @@ def test_registry():
         )
 
 
+@pytest.fixture
+def own_ladder(monkeypatch, tmp_path):
+    """own_ladder(stage=header, ...) is the forward ladder, and gives its stages."""
+    monkeypatch.setattr(registry, "STAGES", tmp_path)
+
+    def write(**headers):
+        for file in tmp_path.glob("*.cuh"):
+            file.unlink()
+        for number, (name, header) in enumerate(headers.items(), 1):
+            lines = "".join(f"// {line}\n" for line in header.split(" | ") if line)
+            (tmp_path / f"fwd_{number:02}_{name}.cuh").write_text(
+                f"// Forward stage {number}: {name}\n{lines}")
+        return flash.stages("fwd")
+    return write
+
+
+def test_parents(own_ladder, tmp_path):
+    root, a, b, c = own_ladder(root="", a="after: root", b="after: a", c="after: a | default: sm_80")
+    assert [s.after for s in (root, a, b, c)] == ["", "root", "a", "a"] and c.default == "sm_80"
+    assert flash.parent(root) is None and flash.parent(c) == a
+    assert flash.lineage(c) == [c, a, root] and flash.lineage(root) == [root]
+    mine = tmp_path / "mine.cuh"
+    mine.write_text("// after: b\n// predicted: 2x\n// measured: 1.5x,\n//           or more\n")
+    stage = flash.read_stage(mine)
+    assert flash.lineage(stage) == [stage, b, a, root]
+    assert (stage.predicted, stage.measured) == ("2x", "1.5x, or more")
+    mine.write_text("// after: nothing\n")
+    with pytest.raises(ValueError, match="mine.cuh: after: there is no forward stage 'nothing' to grow from; "
+                                         "there are root, a, b, c. A root has no such line"):
+        flash.read_stage(mine)
+
+
+@pytest.mark.parametrize("headers, message", [
+    ({"a": "", "b": "after: x"}, "fwd_02_b.cuh: after: there is no forward stage 'x' to grow from; there are "
+                                 "a, b"),
+    ({"a": "after: a"}, "fwd_01_a.cuh: after: a after a: a circle; let one of them grow from a stage"),
+    ({"a": "", "b": "after: c", "c": "after: b"}, "after: b after c after b: a circle"),
+    ({"a": "default: Hopper"}, "default: 'Hopper' is neither 'any GPU' nor an architecture, such as sm_80"),
+])
+def test_parents_make_a_tree(own_ladder, headers, message):
+    with pytest.raises(ValueError, match=message):
+        own_ladder(**headers)
+
+
+LADDER = {
+    "plain": "",
+    "tuned": "after: plain | default: any GPU | deterministic: no | shared: 100 * d",
+    "same_bits": "after: plain",
+    "portable": "after: plain | types: fp16, bf16 | needs: sm_70; bf16: sm_80",
+    "mma": "after: portable | types: fp16, bf16 | needs: sm_80 | shared: 10 * d",
+    "ampere": "after: mma | types: fp16, bf16 | needs: sm_80 | default: sm_80 | shared: 100 * d",
+    "hopper": "after: mma | types: fp16, bf16 | needs: sm_90a | default: sm_90a | shared: 50 * d",
+    "study": "after: hopper | types: fp16, bf16 | needs: sm_90a | deterministic: no",
+}
+
+
+@pytest.mark.parametrize("capability, dtype, d, deterministic, expected", [
+    ((7, 0), torch.float32, 64, False, "tuned"),
+    ((7, 0), torch.float32, 256, False, "plain"),           # the parent, where the default does not fit
+    ((7, 0), torch.float32, 64, True, "plain"),
+    ((7, 5), torch.float16, 64, False, "portable"),         # no default is for it: the nearest that runs
+    ((8, 6), torch.float16, 64, False, "ampere"),
+    ((8, 6), torch.bfloat16, 256, False, "mma"),
+    ((9, 0), torch.float16, 64, False, "hopper"),
+    ((9, 0), torch.float16, 256, False, "study"),           # what grew from it, before its parent
+    ((12, 0), torch.float16, 64, False, "ampere"),          # sm_90a is Hopper's alone
+])
+def test_the_default(own_ladder, monkeypatch, capability, dtype, d, deterministic, expected):
+    """The end of the branch for the latest architecture that the device has, or its nearest relative."""
+    own_ladder(**LADDER)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: "a GPU")
+    monkeypatch.setattr(registry, "find_nvcc", lambda cuda: Path("nvcc"))
+    monkeypatch.setattr(registry, "shared_memory_per_block", lambda device: 10_000)
+    found = flash.find_stage(None, dtype, torch.device("cuda"), "fwd", deterministic, d)
+    assert found.name == expected
+
+
+def test_the_default_where_none_will_do(own_ladder, monkeypatch):
+    """A sibling; any other; and an error that names the default."""
+    cpu = torch.device("cpu")
+    own_ladder(plain="deterministic: no", same_bits="after: plain",
+               tuned="after: plain | default: any GPU | deterministic: no")
+    assert flash.find_stage(None, torch.float32, cpu, "fwd", True).name == "same_bits"
+    own_ladder(one="", two="")
+    assert flash.find_stage(None, torch.float32, cpu).name == "two"
+    own_ladder(**LADDER)
+    assert flash.find_stage(None, torch.float16, cpu).name == "hopper"     # the simulator has all of them
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (6, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: "a GPU")
+    with pytest.raises(RuntimeError, match="stage 'hopper' cannot run on cuda: needs sm_90a"):
+        flash.find_stage(None, torch.float16, torch.device("cuda"))
+
+
+def test_the_default_of_the_ladder():
+    """Of the 32-bit gradients the best is not deterministic; the sibling that is, is taken when asked for."""
+    cpu = torch.device("cpu")
+    for direction in ("fwd", "bwd"):
+        for dtype in (torch.float32, torch.float16, torch.bfloat16):
+            assert flash.find_stage(None, dtype, cpu, direction).default
+    assert flash.find_stage(None, torch.float32, cpu, "bwd", True).name == "deterministic"
+
+
+def test_the_scales_sign_is_a_constant(monkeypatch):
+    """NEGATIVE_SCALE is 1 below 0, and 0 for 0."""
+    asked = []
+    monkeypatch.setattr(flash, "_library", lambda stage, macros, device: asked.append(macros) or 1 / 0)
+    for scale in (None, 1.0, 0.0, -0.0, -0.5):
+        with pytest.raises(ZeroDivisionError):
+            flash.attention(q, k, v, stage="flash2", scale=scale)
+    assert [macros["NEGATIVE_SCALE"] for macros in asked] == ["0", "0", "0", "0", "1"]
+
+
 def test_available_says_why_not(monkeypatch):
     stage = flash.stages("fwd")[0]
     assert stage.available("cpu") and str(stage.available("cpu")) == "yes"
@@ -342,10 +455,3 @@ def test_a_file_of_ones_own_has_its_own_name(tmp_path):
     mine = tmp_path / "mine.cuh"
     mine.write_text(flash.stages("fwd")[-1].path.read_text())
     assert flash.read_stage(mine).name == "mine"
-
-
-def test_table(capsys):
-    flash.main()
-    printed = capsys.readouterr().out
-    assert all(name in printed for name in STAGES)
-    assert (torch.cuda.get_device_name() if torch.cuda.is_available() else "in the simulator") in printed

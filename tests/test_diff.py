@@ -46,7 +46,8 @@ def test_shows_as_text_in_a_terminal_and_as_html_in_a_notebook(capsys):
     print(difference)
     out = capsys.readouterr().out
     assert "\x1b" not in out and "+constexpr int pitch = (d + 63) / 64 * 64;" in out
-    assert out.splitlines()[0].endswith(f"{difference.removed} lines removed, {difference.added} added")
+    counts = f"{difference.removed} lines removed, {difference.added} added; of code {difference.code}"
+    assert out.splitlines()[0].endswith(counts) and 0 < difference.code < 30
     html = difference._repr_html_()
     assert "background:#dafbe1" in html and "background:#ffebe9" in html
     assert "<<<" not in html and "&lt;&lt;&lt;" in html  # a kernel's launch
@@ -65,6 +66,20 @@ def test_finds_the_ladder(tmp_path):
     assert flash.diff(flash2, flash2).lines == ()
 
 
+def test_one_stage_is_compared_with_its_parent(tmp_path):
+    for s in flash.stages():
+        if s.after:
+            alone = flash.diff(s.name, direction=s.direction)
+            assert alone == flash.diff(s.after, s.name, direction=s.direction) and alone.lines
+    assert flash.diff("deterministic") == flash.diff("recompute", "deterministic")
+    flash2 = (flash.STAGES / "fwd_04_flash2.cuh").read_text()
+    mine = tmp_path / "mine.cuh"
+    mine.write_text(flash2.replace("0.f", "0.0f").replace("after:   online_softmax", "after: flash2"))
+    assert flash.diff(mine) == flash.diff("flash2", mine)
+    mine.write_text("// after: recompute\n")
+    assert flash.diff(mine, direction="bwd").before == "stages/bwd_02_recompute.cuh"
+
+
 @pytest.mark.parametrize("arguments, options, message", [
     (("flash3", "flash2"), {}, r"there is no stage 'flash3'; the stages are .*flash2"),
     (("flash2", "recompute"), {}, "flash2 and recompute are of two ladders"),
@@ -72,6 +87,8 @@ def test_finds_the_ladder(tmp_path):
     (("flash2", Path("nothing.cuh")), {}, "nothing.cuh is no file"),
     (("flash2", 3), {}, "not by int"),
     (("flash2", "tiled"), {"direction": "up"}, "direction must be"),
+    (("naive",), {}, "fwd_01_naive.cuh has no parent: name the stage to compare it with, or .*`// after: "),
+    (("flash3",), {}, "there is no stage 'flash3'"),
 ])
 def test_refuses(arguments, options, message):
     with pytest.raises(ValueError, match=message):
