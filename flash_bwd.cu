@@ -5,10 +5,10 @@
 //        -DNEGATIVE_SCALE=0 -DDETERMINISTIC=0 -DBLOCK_R=64 -DBLOCK_C=64 -arch=sm_80 -cubin -Xptxas -v \
 //        flash_bwd.cu
 //
-// (DETERMINISTIC is 1 where a stage that is deterministic on request is to be so.)
+// (DETERMINISTIC is 1 to ask a stage for the same bits in every run, if it can do both.)
 //
-// Given dO, the gradient of a loss by O, it computes dQ, dK and dV, its gradients by Q, K and V. For every
-// batch element and query head (stages/bwd_01_naive.cuh derives it):
+// Given dO, the gradient of a loss with respect to O, it computes dQ, dK and dV, the gradients with respect
+// to Q, K and V. For every batch element and query head (stages/bwd_01_naive.cuh derives it):
 //
 //   S = scale * Q K^T     P = exp(S - L)     dV = P^T dO     dP = dO V^T     D_i = sum_k dO_ik O_ik
 //   dS = P * (dP - D), element by element     dQ = scale * dS K     dK = scale * dS^T Q
@@ -16,9 +16,9 @@
 // Further notation:
 //   dO, dQ        (B, H, N_q, d)      like Q and O
 //   dK, dV        (B, H_kv, N_k, d)   like K and V: summed over the H / H_kv query heads that read them
-//   D, dL         (B, H, N_q)         D as above, from which a stage subtracts dL, the gradient by L, for a
-//                                     loss that depends on L, too
-//   dS, dP        (N_q, N_k)          of one head; dS is the gradient by S, that is by the scaled scores
+//   D, dL         (B, H, N_q)         D as above. If the loss depends on L, too, dL is the gradient with
+//                                     respect to L, and a stage subtracts it from D
+//   dS, dP        (N_q, N_k)          of one head; dS is the gradient with respect to S, the scaled scores
 // A row that sees no key gets and gives no gradient: its P is 0.
 //
 // The ladder. A stage grew from the one before it, if none is named here:

@@ -20,7 +20,7 @@
 //   Br, Bc    rows of a tile of Q (and O), rows of a tile of K and V; a tile of S is Br x Bc
 //   Tr, Tc    the number of such tiles: ceil(N_q / Br), ceil(N_k / Bc)
 //   i, j      the tile of Q, the tile of K and V: Q_i, K_j, V_j, S_ij, P_ij, O_i
-//   m, l      the maximum and the sum of exponentials of a row, so far
+//   m, l      of a row, over the keys so far: the maximum of S, and the sum of e^(S - m)
 //   X_smem    X in shared memory; X_reg: in registers; otherwise in HBM
 // Causal: the query of row q sees the key of row k if k <= q + diagonal.
 // A row that sees no key: O = 0, L = -inf.
