@@ -13,6 +13,7 @@
 #include "common/outer_product.cuh"
 #include "common/tile.cuh"
 #include "common/transposed.cuh"
+#include "common/warp.cuh"
 
 constexpr int d = HEAD_DIM;
 constexpr int Br = BLOCK_R, Bc = BLOCK_C;
@@ -20,17 +21,6 @@ constexpr int rows = Br >= 128 && d <= 128 ? 8 : 4;  // rows of S and O per thre
 constexpr int cols = Bc / 8;                         // columns of S per thread
 constexpr int dims = d / 8;                          // columns of O per thread
 constexpr int warps = Br / (4 * rows), threads = 32 * warps;
-
-// Over the 8 lanes that share a row
-__device__ __forceinline__ float max_of_8(float x) {
-  for (int distance : {1, 2, 4}) x = fmaxf(x, __shfl_xor_sync(0xffffffff, x, distance));
-  return x;
-}
-
-__device__ __forceinline__ float sum_of_8(float x) {
-  for (int distance : {1, 2, 4}) x += __shfl_xor_sync(0xffffffff, x, distance);
-  return x;
-}
 
 // One block per tile of Q. Line numbers are those of Algorithm 1.
 __global__ void __launch_bounds__(threads) forward_kernel(FwdParams p) {
@@ -77,25 +67,22 @@ __global__ void __launch_bounds__(threads) forward_kernel(FwdParams p) {
     for (int r = 0; r < rows; r++) {                                     // line 9
       const int row = i * Br + row_of(r);
       float m_new = m[r];
-      #pragma unroll
       for (int c = 0; c < cols; c++) {
         const int col = j * Bc + col_of(c);
         S_reg[r][c] = mask.sees(row, col) ? p.scale * S_reg[r][c] : -INFINITY;
         m_new = fmaxf(m_new, S_reg[r][c]);
       }
-      m_new = max_of_8(m_new);
+      m_new = warp_max(m_new, 8);
       const float shift = m_new == -INFINITY ? 0.f : m_new;              // no key: -inf - -inf is NaN
       float l_tile = 0.f;
-      #pragma unroll
       for (int c = 0; c < cols; c++) {
-        const float P = expf(S_reg[r][c] - shift);
-        P_smem[col_of(c) * Br + row_of(r)] = P;
-        l_tile += P;
+        S_reg[r][c] = expf(S_reg[r][c] - shift);                         // P
+        P_smem[col_of(c) * Br + row_of(r)] = S_reg[r][c];
+        l_tile += S_reg[r][c];
       }
       const float alpha = expf(m[r] - shift);
-      l[r] = alpha * l[r] + sum_of_8(l_tile);
+      l[r] = alpha * l[r] + warp_sum(l_tile, 8);
       m[r] = m_new;
-      #pragma unroll
       for (int c = 0; c < dims; c++) O_reg[r][c] *= alpha;               // line 10: e^(m - m_new) O
     }
     __syncwarp();                         // a warp reads only the rows of P that it wrote itself
@@ -113,9 +100,11 @@ __global__ void __launch_bounds__(threads) forward_kernel(FwdParams p) {
   for (int r = 0; r < rows; r++) {
     const int row = i * Br + row_of(r);
     if (row >= p.N_q) continue;
-    #pragma unroll
-    for (int c = 0; c < dims; c++)                                       // lines 12, 14
-      O[row * p.O.stride_n + col_of(c)] = l[r] == 0.f ? 0.f : O_reg[r][c] / l[r];
+    const float inv_l = l[r] == 0.f ? 0.f : 1.f / l[r];
+    for (int c = 0; c < dims; c++) {                                     // lines 12, 14
+      const int k = col_of(c);
+      O[row * p.O.stride_n + k] = inv_l * O_reg[r][c];
+    }
     if (first_col == 0)                                                  // lines 13, 15
       p.L[(int64_t)bh * p.N_q + row] = l[r] == 0.f ? -INFINITY : m[r] + logf(l[r]);
   }

@@ -1,8 +1,7 @@
-// Transposed tiles of an (N, d) matrix in shared memory. Introduced by: forward stage 5, register_tiles.
+// Tiles of an (N, d) matrix in shared memory, transposed. Introduced by: forward stage 5, register_tiles.
 #pragma once
 
-// As load_tile (common/tile.cuh), but element (row, k) goes to tile[k * pitch + row]. A warp reads 32 elements
-// of a row and stores them `pitch` floats apart: with a multiple of 32, into one bank, one after the other.
+// As load_tile (common/tile.cuh), but element (row, k) of the tile goes to tile[k * pitch + row].
 __device__ __forceinline__ void load_transposed(float* tile, int pitch, const float* matrix, int64_t stride_n,
                                                 int first, int tile_rows, int N) {
   for (int t = threadIdx.x; t < tile_rows * HEAD_DIM; t += blockDim.x) {
