@@ -25,7 +25,7 @@ constexpr int warps = Br / (4 * rows), threads = 32 * warps;
 // Column c of row x of P_smem is at c ^ P_swizzle(x), so that the 8 float4s which a quarter of a warp stores
 // at a time, two in each of four rows, fall into different banks.
 // --- the swizzle
-__device__ __forceinline__ int P_swizzle(int x) { return x / 4 % 4 * 8; }
+__device__ __forceinline__ int P_swizzle(int x) { return x % 4 * 8; }
 // ---
 
 // Over the 8 lanes that share a row, which differ in the bits 0, 2 and 3 (lane_col8)
@@ -101,18 +101,26 @@ __global__ void __launch_bounds__(threads) forward_kernel(FwdParams p) {
       for (int c = 0; c < dims; c++) O_reg[r][c] *= alpha;               // line 10: e^(m - m_new) O
     }
     for (int c = 0; c < cols; c++) {
+      // The row of P_smem for key col_of(c). It is not col_of(c) itself: like this, x % 4 is known when the
+      // loop over x below is unrolled, and with it P_swizzle(x).
+      const int x = lane_col8() + c % 4 * 8 + c / 4 * 32;
+      // --- P, four numbers at a time
       for (int r = 0; r < rows; r += 4)
-        store4(P_smem + col_of(c) * Br + (row_of(r) ^ P_swizzle(col_of(c))),
+        store4(P_smem + x * Br + (row_of(r) ^ P_swizzle(lane_col8())),
                S_reg[r][c], S_reg[r + 1][c], S_reg[r + 2][c], S_reg[r + 3][c]);
+      // ---
     }
     __syncwarp();                         // a warp reads only the rows of P that it wrote itself
 
-    #pragma unroll 8
-    for (int col = 0; col < Bc; col++) {                                 // line 10: + P~_ij V_j
-      float P[rows], value[dims];
-      load(P, P_smem + col * Br, first_row, 16, P_swizzle(col));
-      load(value, V_smem + col * width, first_col, 32);
-      add_outer_product(O_reg, P, value);
+    for (int y = 0; y < Bc / 8; y++) {                                   // line 10: + P~_ij V_j
+      #pragma unroll
+      for (int x = 0; x < 8; x++) {       // row 8 * y + x of P_smem is that of this key:
+        const int col = 4 * x + y % 4 + y / 4 * 32;
+        float P[rows], value[dims];
+        load(P, P_smem + (8 * y + x) * Br, first_row, 16, P_swizzle(x));
+        load(value, V_smem + col * width, first_col, 32);
+        add_outer_product(O_reg, P, value);
+      }
     }
   }                                                                      // line 11
 
