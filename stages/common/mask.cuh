@@ -1,6 +1,5 @@
 // Which scores count. Introduced by: forward stage 4, flash2. (Another mask is another file like this one.)
 #pragma once
-#include "tensor.cuh"
 
 // Made once a block. Asked in two places: which tiles there are (S_ij is skipped, cut or whole), and within a
 // tile that it cuts, element by element.

@@ -1,4 +1,4 @@
-// What happens to a tile of S between the two products. Introduced by: forward stage 13, exp2.
+// What happens to a tile of S between the two products. Introduced by: forward stage 14, exp2.
 #pragma once
 #include "exp2.cuh"
 #include "mask.cuh"

@@ -1,4 +1,4 @@
-// Forward stage 16: ampere_tuned
+// Forward stage 17: ampere_tuned
 // idea:    what is left: order of blocks, tile sizes, one buffer at d > 128, O by 16-byte stores
 // types:   fp16, bf16
 // needs:   sm_80

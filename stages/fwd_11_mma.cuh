@@ -1,4 +1,4 @@
-// Forward stage 10: mma
+// Forward stage 11: mma
 // idea:    mma.sync and ldmatrix: S and P never leave registers
 // types:   fp16, bf16
 // needs:   sm_80
