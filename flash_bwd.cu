@@ -22,17 +22,23 @@
 // A row that sees no key gets and gives no gradient: its P is 0.
 //
 // The ladder. A stage grew from the one before it, if none is named here:
-//   stages/bwd_01_naive.cuh           the five matrix products, plainly; S, P, dP and dS, N x N, in HBM
-//   stages/bwd_02_recompute.cuh       FlashAttention-2: P from L, D = rowsum(dO * O); a K/V tile a block; dQ
-//                                     by atomicAdd
-//   stages/bwd_03_deterministic.cuh   dK and dV in one kernel, dQ in another: no atomics, the same bits every
-//                                     run; 7 products, not 5
-//   stages/bwd_04_vectorized.cuh      (after recompute) float4, register tiles, operands transposed where
-//                                     that helps: near what fp32 multipliers give
-//   stages/bwd_05_mma.cuh             (after recompute) tensor cores: half of the warps make dV, the others
-//                                     dK; P^T and dS^T stay in registers
-//   stages/bwd_06_cp_async.cuh        copies under way while tensor cores work; dQ under the exponentials; a
-//                                     block for each query head
+//   stages/bwd_01_naive.cuh            the five matrix products, plainly; S, P, dP and dS, N x N, in HBM
+//   stages/bwd_02_recompute.cuh        FlashAttention-2: P from L, D = rowsum(dO * O); a K/V tile a block; dQ
+//                                      by atomicAdd
+//   stages/bwd_03_deterministic.cuh    dK and dV in one kernel, dQ in another: no atomics, the same bits
+//                                      every run; 7 products, not 5
+//   stages/bwd_04_register_tiles.cuh   (after recompute) a thread computes 4 x 8 pieces of all five products
+//                                      by outer products; K and V transposed
+//   stages/bwd_05_mma.cuh              (after recompute) tensor cores: half of the warps make dV, the others
+//                                      dK; P^T and dS^T stay in registers
+//   stages/bwd_05_vectorized.cuh       (after register_tiles) four numbers at a time: from HBM, in shared
+//                                      memory, and the atomics of dQ
+//   stages/bwd_06_conflict_free.cuh    the lanes of a warp and the rows of tiles are arranged so that no bank
+//                                      conflict is left
+//   stages/bwd_06_cp_async.cuh         (after mma) copies under way while tensor cores work; dQ under the
+//                                      exponentials; a block for each query head
+//   stages/bwd_07_fp32_tuned.cuh       (after conflict_free) what is left: 2^x, cut tiles apart, P out of
+//                                      registers, prefetch of Q and dO, order of blocks
 // The lines at a stage's start, and the two functions that it defines, are those of a forward stage.
 #include <cuda_runtime.h>
 #include <math.h>

@@ -55,7 +55,7 @@
 #include "common/launch.cuh"
 #include "common/mma.cuh"
 #include "common/rowsum.cuh"
-#include "common/vector.cuh"
+#include "common/exp2.cuh"
 
 constexpr int d = HEAD_DIM;
 constexpr int Br = BLOCK_R, Bc = BLOCK_C;

@@ -52,7 +52,7 @@
 #pragma once
 #include "common/launch.cuh"
 #include "common/mma.cuh"
-#include "common/vector.cuh"
+#include "common/exp2.cuh"
 
 constexpr int d = HEAD_DIM;
 constexpr int Br = BLOCK_R, Bc = BLOCK_C;

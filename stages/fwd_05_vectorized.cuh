@@ -15,16 +15,16 @@
 // Register tiles. In flash2 a thread has 8 x 2 numbers of S: 10 loads from shared memory for 16
 // multiplications. Here it has 8 x 8 with the largest tiles (8 x 4 for d > 64, as O takes more registers;
 // half as many in smaller calls and for d > 128), and a load brings four numbers: 4 loads for 64. One step of
-// S = Q K^T is the outer product of a column of Q and a row of K^T, 8 numbers each (common/vector.cuh); one
+// S = Q K^T is the outer product of a column of Q and a row of K^T, 8 numbers each (common/outer_product.cuh); one
 // step of O += P V that of a column of P and a row of V.
 //
 // So Q, K and P lie transposed in shared memory: then a float4 is four rows of Q, or four keys, at the same
 // k. (With float4s along d, the loads would be as many. But at each step all products need the same one of
 // their four numbers: the first, say, of each, an even-numbered register. Registers seem to be what the
-// multipliers wait for (common/vector.cuh); a kernel like this one with two such operands took 2 to 6 %
+// multipliers wait for; a kernel like this one with two such operands took 2 to 6 %
 // longer.)
 //
-// No bank conflicts: the lanes of a warp are 4 x 8 (common/vector.cuh), and where a store would meet one,
+// No bank conflicts: the lanes of a warp are 4 x 8 (common/conflict_free.cuh), and where a store would meet one,
 // some columns of the tile change places (`swap`). The checker shows the least possible wavefronts in each
 // line.
 //
@@ -47,7 +47,10 @@
 // 76 %, shared memory 52 %, HBM 5 % (H200, B4 H12 N1024 d64 causal). PyTorch's product of large fp32 matrices
 // gets 77 % of the multipliers.
 #pragma once
+#include "common/conflict_free.cuh"
+#include "common/exp2.cuh"
 #include "common/launch.cuh"
+#include "common/outer_product.cuh"
 #include "common/vector.cuh"
 
 constexpr int d = HEAD_DIM;
@@ -114,7 +117,7 @@ __device__ __forceinline__ void put_V(float* V_smem, const Pieces& next) {
 __device__ __forceinline__ int P_swap(int x) { return x % 4 * 8; }
 // ---
 
-// Over the 8 lanes that share a row, which differ in the bits 0, 2 and 3 (lane8)
+// Over the 8 lanes that share a row, which differ in the bits 0, 2 and 3 (lane_col8)
 __device__ __forceinline__ float max_of_8(float x) {
   for (int distance : {1, 4, 8}) x = fmaxf(x, __shfl_xor_sync(0xffffffff, x, distance));
   return x;
@@ -132,7 +135,7 @@ __global__ void __launch_bounds__(threads, blocks) vectorized_kernel(FwdParams p
   const int bh = CAUSAL ? blockIdx.x % heads : blockIdx.x / Tr;
   const int b = bh / p.H, h = bh % p.H, h_kv = h / (p.H / p.H_kv);
   // Rows and columns come in fours; first_row and first_col are where this thread's first four start.
-  const int first_row = threadIdx.x / 32 * 4 * rows + 4 * lane4(), first_col = 4 * lane8();
+  const int first_row = threadIdx.x / 32 * 4 * rows + 4 * lane_row4(), first_col = 4 * lane_col8();
   auto row_of = [&](int r) { return first_row + r / 4 * 16 + r % 4; };   // this thread's r-th row of a tile
   auto col_of = [&](int c) { return first_col + c / 4 * 32 + c % 4; };
 
@@ -176,8 +179,8 @@ __global__ void __launch_bounds__(threads, blocks) vectorized_kernel(FwdParams p
       #pragma unroll
       for (int k = 0; k < 8; k++) {
         float query[rows], key[cols];
-        load(query, Q_at + k * Br, first_row, 16, swap_of(k));
-        load(key, K_at + k * Bc, first_col, 32, swap_of(k));
+        load(query, Q_at + k * Br, first_row, 16, swizzle_of(k));
+        load(key, K_at + k * Bc, first_col, 32, swizzle_of(k));
         add_outer_product<(cols < rows)>(S_reg, query, key);     // 8 x 4: along the rows, as measured
       }
       Q_at += 8 * Br;
@@ -219,11 +222,11 @@ __global__ void __launch_bounds__(threads, blocks) vectorized_kernel(FwdParams p
     for (int c = 0; c < cols; c++) {
       // The row of P_smem for key col_of(c). It is not col_of(c) itself: like this, x % 4 is known when the
       // loop over x below is unrolled, and with it P_swap(x).
-      const int x = lane8() + c % 4 * 8 + c / 4 * 32;
+      const int x = lane_col8() + c % 4 * 8 + c / 4 * 32;
       // --- P, four numbers at a time
       #pragma unroll
       for (int r = 0; r < rows; r += 4) {
-        store4(P_smem + x * Br + (row_of(r) ^ P_swap(lane8())),
+        store4(P_smem + x * Br + (row_of(r) ^ P_swap(lane_col8())),
                S_reg[r][c], S_reg[r + 1][c], S_reg[r + 2][c], S_reg[r + 3][c]);
       }
       // ---

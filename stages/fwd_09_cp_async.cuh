@@ -21,7 +21,7 @@
 //
 //     (The copies start after S, so that its multiplications need not wait until they are issued.)
 //   - e^(scale (x - m)) = 2^(c x - c m), with c = scale log2(e): one multiply-add and one ex2 per element
-//     (common/vector.cuh). m is kept with its factor c, as rounded: then 2^(m - m_new) is 1 if m stays. For
+//     (common/exp2.cuh). m is kept with its factor c, as rounded: then 2^(m - m_new) is 1 if m stays. For
 //     a negative scale the largest c x is not that of the largest x: so Q changes its sign, once.
 //   - The mask is in a loop of its own, over the last tiles, which it cuts or which reach past the last key;
 //     the loop before has neither comparisons nor a test for rows without a key.
@@ -50,7 +50,7 @@
 #pragma once
 #include "common/launch.cuh"
 #include "common/mma.cuh"
-#include "common/vector.cuh"
+#include "common/exp2.cuh"
 
 constexpr int d = HEAD_DIM;
 constexpr int Br = BLOCK_R, Bc = BLOCK_C;

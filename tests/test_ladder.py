@@ -24,7 +24,7 @@ EXCEPTIONS: dict[tuple[str, str], str] = {}
 
 # ---- stages from before there were limits: to be deleted with them
 OLD = {("fwd", "vectorized"), ("fwd", "mma"), ("fwd", "cp_async"),
-       ("bwd", "vectorized"), ("bwd", "mma"), ("bwd", "cp_async")}
+       ("bwd", "mma"), ("bwd", "cp_async")}
 # ----
 
 

@@ -208,18 +208,29 @@ BACKWARD_MUTANTS = [
             ("past its row", r"if \(k < d\) dQ", "dQ"),
         ]
     ),
+    ("register_tiles", "K not transposed", r"4 \* width, KT_smem, Bc", "4 * width, K_smem, width"),
+    ("register_tiles", "other rows of Q", r"4 \* width, KT_smem", "width, KT_smem"),
+    ("register_tiles", "keys of another lane", r"dK_row = (.*?) \+ lane / 8 \* 4", r"dK_row = \1 + lane / 8"),
+    ("register_tiles", "columns one after the other", r"x / 4 \* step \+ x % 4", "x"),
+    ("vectorized", "one step of four", r"four\[r\]\[e\]", "four[r][0]"),
+    ("vectorized", "one column of dV twice", r"dV_reg\[r\]\[c \+ 1\]", "dV_reg[r][c]"),
+    ("vectorized", "dS four keys further on", r"store4\(dS_smem \+ to,", "store4(dS_smem + (to ^ 4),"),
+    ("conflict_free", "Q swizzled, and not swizzled back", r"4 \* odd, KT_smem", "0, KT_smem"),
+    ("conflict_free", "V swizzled, and not swizzled back", r"VT_smem, Bc, 16", "VT_smem, Bc, 0"),
+    ("conflict_free", "P swizzled, and not swizzled back", r"dK_row, 0, row % 2 \* 16", "dK_row, 0, 0"),
+    ("conflict_free", "dS of even rows swizzled", r"4 \* Bc, 16 \* odd", "4 * Bc, 16 - 16 * odd"),
     *(
-        ("vectorized", what, pattern, replacement)
+        ("fp32_tuned", what, pattern, replacement)
         for what, pattern, replacement in [
             ("dV with the rows of dK", r"p\.dV\.stride_n", "p.dK.stride_n"),
-            ("the mask off by one", r"col <= row \+ p\.diagonal", "col < row + p.diagonal"),
-            ("a tile on the diagonal not masked", r"\(j \+ 1\) \* Bc - 1 > i \* Br", "j * Bc > i * Br"),
-            ("a ragged tile not masked", r"\(j \+ 1\) \* Bc > p\.N_k", "false"),
+            ("the mask off by one", r"mask\.sees\(row, col\)", "mask.sees(row, col + 1)"),
+            ("a tile on the diagonal not masked", r"mask\.cuts\(i, j\)", "(i + 1) * Br > p.N_q"),
             ("D omitted", r" - D_row\[r\]", ""),
             ("P to the base 2", r"LOG2_E \* \(", "("),
-            ("L of the wrong head", r"\(\(int64_t\)b \* p\.H \+ h\) \* p\.N_q \+ row;", "row;"),
-            ("the next head too late", r"next_h\+\+", "next_h += 0"),
-            ("K not swapped", r"row % 4 \* 8", "0"),
+            ("L of the wrong head", r"p\.L\[first_row \+ row\]", "p.L[row]"),
+            ("the next head too late", r"i \+ 1 < Tr \? h : h \+ 1", "h"),
+            ("the same tile again", r"i \+ 1 < Tr \? i \+ 1 :", "i + 1 < Tr ? i :"),
+            ("K not swizzled", r"row % 2 \* 4\), x", "0), x"),
             ("dK past its end", r"if \(col >= p\.N_k\) continue;", ""),
         ]
     ),

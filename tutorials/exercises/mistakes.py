@@ -274,11 +274,11 @@ def tile_mistakes(p: Problem) -> Iterator[tuple[str, Tensors]]:
 
     # Stage vectorized: Q_smem and K_smem are transposed, with columns that change places
     for what, change in (
-            ("Q_smem is read without the swap: at k, row x of Q is in column x ^ swap_of(k)",
+            ("Q_smem is read without the swap: at k, row x of Q is in column x ^ swizzle_of(k)",
              {"q": moved(q, swapped)}),
-            ("K_smem is read without the swap: at k, key x is in column x ^ swap_of(k)",
+            ("K_smem is read without the swap: at k, key x is in column x ^ swizzle_of(k)",
              {"k": moved(k, swapped)}),
-            ("Q_smem and K_smem are read without the swap: at k, column x is in column x ^ swap_of(k)",
+            ("Q_smem and K_smem are read without the swap: at k, column x is in column x ^ swizzle_of(k)",
              {"q": moved(q, swapped), "k": moved(k, swapped)}),
             ("a thread's keys come in fours that are 16 apart: they are 32 apart (col_of), as 8 lanes take 4",
              {"k": moved(k, lambda row, col: (row - row % 64 // 32 * 16, col))}),

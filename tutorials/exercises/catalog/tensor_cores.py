@@ -23,7 +23,7 @@ row_of(r) of Q_i with key col_of(c): the sum over all d columns k. Here a thread
 Both tiles lie transposed: Q_smem is d x Br and K_smem is d x Bc, so that a row holds one k. Row and key are
 not quite where you expect them. At k, column x is at
 
-  x ^ swap_of(k)
+  x ^ swizzle_of(k)
 
 A thread's rows come in fours, 16 apart, and its keys in fours, 32 apart: look at row_of and col_of. Use
 load() and add_outer_product() of stages/common/vector.cuh: for each k four float4s and 64 multiplications.
@@ -35,33 +35,33 @@ Number by number the result is right, too, but shared memory needs many more wav
             "load(to, row, first, step, swap): `row` is where the row of one k starts, `first` this "
             "thread's first row or key, `step` how far its second four is from the first. first_row and "
             "first_col are there.",
-            "For k from 0 to d - 1: load(query, Q_smem + k * Br, first_row, 16, swap_of(k)); the keys "
+            "For k from 0 to d - 1: load(query, Q_smem + k * Br, first_row, 16, swizzle_of(k)); the keys "
             "likewise; then the outer product is added to S_reg. The reference takes 8 k at a time, "
-            "unrolled, so that swap_of(k) is known to the compiler."),
+            "unrolled, so that swizzle_of(k) is known to the compiler."),
         mutants=(
             wrong("the keys without the swap", r"^wrong result.*K_smem is read without the swap",
-                  ("load(key, K_at + k * Bc, first_col, 32, swap_of(k));",
+                  ("load(key, K_at + k * Bc, first_col, 32, swizzle_of(k));",
                    "load(key, K_at + k * Bc, first_col, 32);")),
             wrong("the queries without the swap", r"^wrong result.*Q_smem is read without the swap",
-                  ("load(query, Q_at + k * Br, first_row, 16, swap_of(k));",
+                  ("load(query, Q_at + k * Br, first_row, 16, swizzle_of(k));",
                    "load(query, Q_at + k * Br, first_row, 16);")),
             wrong("both without it", r"^wrong result.*Q_smem and K_smem are read without the swap",
-                  ("load(query, Q_at + k * Br, first_row, 16, swap_of(k));",
+                  ("load(query, Q_at + k * Br, first_row, 16, swizzle_of(k));",
                    "load(query, Q_at + k * Br, first_row, 16);"),
-                  ("load(key, K_at + k * Bc, first_col, 32, swap_of(k));",
+                  ("load(key, K_at + k * Bc, first_col, 32, swizzle_of(k));",
                    "load(key, K_at + k * Bc, first_col, 32);")),
             wrong("the step of the rows for the keys", r"^wrong result.*16 apart: they are 32 apart",
-                  ("load(key, K_at + k * Bc, first_col, 32, swap_of(k));",
-                   "load(key, K_at + k * Bc, first_col, 16, swap_of(k));")),
+                  ("load(key, K_at + k * Bc, first_col, 32, swizzle_of(k));",
+                   "load(key, K_at + k * Bc, first_col, 16, swizzle_of(k));")),
             wrong("the first 8 k only", r"^wrong result.*first 8 columns",
                   ("      Q_at += 8 * Br;\n      K_at += 8 * Bc;\n", "")),
             wrong("query and key exchanged", r"^wrong result.*query and key have changed places",
                   (OUTER_PRODUCT, "add_outer_product<(cols < rows)>(S_reg, key, query);")),
             wrong("number by number", r"^too much traffic.*wavefronts",
-                  ("load(query, Q_at + k * Br, first_row, 16, swap_of(k));",
-                   "for (int r = 0; r < rows; r++) query[r] = Q_at[k * Br + (row_of(r) ^ swap_of(k))];"),
-                  ("load(key, K_at + k * Bc, first_col, 32, swap_of(k));",
-                   "for (int c = 0; c < cols; c++) key[c] = K_at[k * Bc + (col_of(c) ^ swap_of(k))];")),
+                  ("load(query, Q_at + k * Br, first_row, 16, swizzle_of(k));",
+                   "for (int r = 0; r < rows; r++) query[r] = Q_at[k * Br + (row_of(r) ^ swizzle_of(k))];"),
+                  ("load(key, K_at + k * Bc, first_col, 32, swizzle_of(k));",
+                   "for (int c = 0; c < cols; c++) key[c] = K_at[k * Bc + (col_of(c) ^ swizzle_of(k))];")),
         )),
     Exercise(
         number=13, name="P_store", title="P to shared memory without bank conflicts", lesson="06",
@@ -81,7 +81,7 @@ So columns change places:
   column c of row x of P_smem is at c ^ P_swap(x)
 
 Write the function P_swap(int x), with its first line, so that these 8 float4s fall into different banks; and
-the store. P_swap(x) may depend on x % 8 only: the loop that reads P calls it with that, and x % 8 is lane8()
+the store. P_swap(x) may depend on x % 8 only: the loop that reads P calls it with that, and x % 8 is lane_col8()
 here. The result must be a multiple of 4 and less than 32. (Why?)
 """,
         hints=(
@@ -89,7 +89,7 @@ here. The result must be a multiple of 4 and less than 32. (Why?)
             "must the next row move them?",
             "Rows x = 0, 1, 2, 3 need four different places for their 8 banks: 0, 8, 16 and 24.",
             "__device__ __forceinline__ int P_swap(int x) { return ...; }: x % 4 tells the four rows apart.",
-            "The store goes to P_smem + x * Br + (row_of(r) ^ P_swap(lane8())), for r = 0, 4, ... below "
+            "The store goes to P_smem + x * Br + (row_of(r) ^ P_swap(lane_col8())), for r = 0, 4, ... below "
             "`rows`. ^ binds less than +: it needs the parentheses."),
         mutants=(
             wrong("no swap", r"^bank conflicts.*P_smem", ("return x % 4 * 8;", "return 0;")),
@@ -101,15 +101,15 @@ here. The result must be a multiple of 4 and less than 32. (Why?)
             wrong("a multiple of 32 banks", r"^bank conflicts.*P_smem",
                   ("return x % 4 * 8;", "return x % 2 * 32;")),
             wrong("a plain store", r"^wrong result.*c \^ P_swap",
-                  ("store4(P_smem + x * Br + (row_of(r) ^ P_swap(lane8())),",
+                  ("store4(P_smem + x * Br + (row_of(r) ^ P_swap(lane_col8())),",
                    "store4(P_smem + x * Br + row_of(r),")),
             wrong("the first four only", r"^uninitialised.*P_smem",
                   ("for (int r = 0; r < rows; r += 4) {\n        store4(P_smem",
                    "for (int r = 0; r < 4; r += 4) {\n        store4(P_smem")),
             wrong("number by number", r"^bank conflicts.*P_smem",
-                  ("store4(P_smem + x * Br + (row_of(r) ^ P_swap(lane8())),\n"
+                  ("store4(P_smem + x * Br + (row_of(r) ^ P_swap(lane_col8())),\n"
                    "               S_reg[r][c], S_reg[r + 1][c], S_reg[r + 2][c], S_reg[r + 3][c]);",
-                   "for (int n = 0; n < 4; n++) P_smem[x * Br + (row_of(r + n) ^ P_swap(lane8()))] = "
+                   "for (int n = 0; n < 4; n++) P_smem[x * Br + (row_of(r + n) ^ P_swap(lane_col8()))] = "
                    "S_reg[r + n][c];")),
         )),
     Exercise(
