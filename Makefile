@@ -2,7 +2,7 @@
 # make test    run all tests, on a GPU too if there is one         (some: ARGS="-k flash2")
 # make lab     open Jupyter: the lessons are in tutorials/
 # make notebooks   execute the lessons, and write what they show into them   (some: ARGS="03 04")
-# make readme  renew README's tables, from the stages and results/
+# make readme  renew what is made: README's tables, the lists of stages in *.cu, the headers' lines "measured"
 # make clean   delete what was built; make distclean: the virtual environment too
 #
 # The first of them makes a virtual environment in .venv from requirements.txt.

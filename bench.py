@@ -2,6 +2,8 @@
 
     python bench.py                                    # every stage that runs here, at a few sequence lengths
     python bench.py --stages naive,flash2 --seqlens 512,1024 --heads 8:2 --no-causal --out build/mine
+    python bench.py --stages flash2,mine.cuh           # a file of your own beside it, in every mode
+    python bench.py --rungs                            # what each rung gives: TFLOP/s as a staircase
     python bench.py --pass bwd                         # the gradients; fwd+bwd: both passes; all: all three
     python bench.py --markdown build/bench/bench_fwd.json --seqlens 1024      # a result as a Markdown table
     python bench.py --inspect flash2                   # every access to memory of one stage, in the simulator
@@ -16,7 +18,7 @@ HBM traffic and finds data races and other mistakes.
 
 bwd: the gradients alone are timed, for a random dO. O and L are made before, by the best forward stage.
 fwd+bwd: a backward stage runs after the forward stage of its name, such as naive after naive. One without a
-namesake runs after the last forward stage before the next pair of namesakes: recompute after flash2.
+namesake takes the next namesake on its branch, and of that the parent: recompute runs after flash2.
 
 Exit status: 0; 1 if a stage was wrong or failed; 2 for bad arguments; 130 after Ctrl-C.
 """
@@ -74,13 +76,14 @@ from bench_report import (
 PEERS = {"math": SDPBackend.MATH, "flash": SDPBackend.FLASH_ATTENTION,
          "efficient": SDPBackend.EFFICIENT_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTENTION}
 DEFAULTS = {"seqlens": ([512, 1024, 2048, 4096], [64, 128, 256]), "batch": (4, 1), "heads": ("12", "2"),
+            "head_dim": (64, 64), "causal": (True, True), "dtype": ("fp32", "fp32"),
             "peers": (",".join(PEERS), "math")}  # on a GPU, on the CPU
 SECONDS_A_CASE = 0.5
 MOST_REPETITIONS = 200
 TILE_SIZES = (8, 16, 32, 48, 64, 80, 96, 112, 128, 160, 192, 256)     # that --sweep tries, of those that fit
 TIMES = ("median_ms", "p20_ms", "p80_ms", "repetitions", "tflops")
-COUNTS = ("hbm_read_bytes", "hbm_written_bytes", "hbm_unique_bytes", "shared_bytes", "inspected_ms",
-          "findings")
+COUNTS = ("hbm_read_bytes", "hbm_written_bytes", "hbm_unique_bytes", "shared_bytes", "shared_wavefronts",
+          "inspected_ms", "findings")
 SIMULATED = "No GPU here: the stages' times are the simulator's, on the CPU. They say nothing about a GPU's."
 
 
@@ -127,29 +130,42 @@ def of_stage(stage: flash.Stage, args: argparse.Namespace, **tiles: int) -> Comp
     with it."""
     suffix = "_bwd" * (stage.direction == "bwd")
     options = {"stage": stage} | {f"{name}{suffix}": size for name, size in tiles.items()}
-    label = " ".join(f"{name}={size}" for name, size in tiles.items()) or stage.name
+    name = stage.name if stage.number else stage.path.name  # a file may be called as a stage is
+    label = " ".join(f"{name}={size}" for name, size in tiles.items()) or name
     if args.direction != "fwd":
         forward = forward_stage(stage, args)
         # deterministic: else the backward would follow torch's setting, which poisoned_memory() changes
         options |= {"stage": forward, "backward": stage, "deterministic": False}
         if args.direction == "fwd+bwd" and forward.name != stage.name:
-            label = f"{forward.name} + {stage.name}"
+            label = f"{forward.name} + {name}"
     return Competitor(stage.name, label, True, functools.partial(
         flash.attention, causal=args.causal, return_lse=True, **options))
 
 
 def forward_stage(backward: flash.Stage, args: argparse.Namespace) -> flash.Stage:
     """The forward stage that runs before a backward one. For "bwd" the best that runs here; for "fwd+bwd" its
-    namesake, else the last before the next pair of namesakes, else the best."""
+    namesake, else the parent of the next namesake on its branch; else that of the stage that it grew from."""
+    best = flash.find_stage(None, flash.DTYPES[args.dtype], args.device, d=args.head_dim)
+    if args.direction == "bwd":
+        return best
     able = {stage.name: stage for stage in flash.stages("fwd") if not why_not(stage, args)}
-    names = list(able)
-    if args.direction == "bwd" or not backward.number:
-        return able[names[-1]]
-    later = [stage.name for stage in flash.stages("bwd") if stage.number >= backward.number]
-    pair = next((name for name in later if name in able), None)
-    if pair in (None, backward.name):
-        return able[pair or names[-1]]
-    return able[names[max(names.index(pair) - 1, 0)]]
+    ladder = {stage.name: stage for stage in flash.stages("bwd")}
+    stage: flash.Stage | None = backward
+    while stage:
+        if stage.name in able:
+            return able[stage.name]
+        if pair := next((name for name in descendants(stage, ladder) if name in able), None):
+            return able.get(able[pair].after, able[pair])
+        stage = ladder.get(stage.after)
+    return best
+
+
+def descendants(stage: flash.Stage, ladder: dict[str, flash.Stage]) -> list[str]:
+    """The names of the stages that grew from it, its children first."""
+    found = [stage.name]
+    for name in found:
+        found += [other.name for other in ladder.values() if other.after == name]
+    return found[1:]
 
 
 def competitors(args: argparse.Namespace) -> list[Competitor]:
@@ -265,6 +281,16 @@ def poisoned_memory() -> Iterator[None]:
         torch.use_deterministic_algorithms(False)
 
 
+def verdict(competitor: Competitor, outputs: tuple[torch.Tensor, ...], case: Case) -> dict:
+    """What the largest error in the outputs changes in a row: a stage for which it is too large is wrong."""
+    name, error = worst_error(outputs, case)
+    found = {"error": error if math.isfinite(error) else None,  # JSON has no NaN
+             "error_in": name, "allowed_error": case.allowed[name]}
+    if competitor.is_stage and (message := complaint(name, error, case.allowed[name])):
+        found |= {"status": "wrong", "message": message}
+    return found
+
+
 def failure(error: Exception) -> dict:
     """The status and message for an error; of a long one the first line, or what follows its colon."""
     if isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error):
@@ -286,11 +312,9 @@ def measure(competitor: Competitor, case: Case, args: argparse.Namespace) -> dic
     try:
         with poisoned_memory() if competitor.is_stage else contextlib.nullcontext():
             outputs = prepare()()
-        name, error = worst_error(outputs, case)
-        row |= {"error": error if math.isfinite(error) else None,  # JSON has no NaN
-                "error_in": name, "allowed_error": case.allowed[name]}
-        if competitor.is_stage and (message := complaint(name, error, case.allowed[name])):
-            return row | {"status": "wrong", "message": message}
+        row |= verdict(competitor, outputs, case)
+        if row["status"] != "ok":
+            return row
         tensors = sum(x.nbytes for x in (*case.inputs, *outputs))
         tensors += case.inputs[0].nbytes * (args.direction != "fwd")  # O, which is like q
         del outputs
@@ -300,21 +324,26 @@ def measure(competitor: Competitor, case: Case, args: argparse.Namespace) -> dic
     except (RuntimeError, ValueError) as error:
         return row | failure(error)
     p20, median, p80 = numpy.percentile(times, (20, 50, 80)).tolist()
-    flops = FLOPS[args.direction] * args.batch * args.H * case.N * case.N * args.head_dim
     return row | {"median_ms": median, "p20_ms": p20, "p80_ms": p80, "repetitions": len(times),
-                  "tflops": flops / (2 if args.causal else 1) / median / 1e9,
+                  "tflops": tflops(median, case.N, args),
                   "scratch_bytes": peak - tensors, "peak_bytes": peak}
+
+
+def tflops(ms: float, N: int, args: argparse.Namespace) -> float:
+    """TFLOP/s of a call that takes so many milliseconds."""
+    flops = FLOPS[args.direction] * args.batch * args.H * N * N * args.head_dim
+    return flops / (2 if args.causal else 1) / ms / 1e9
 
 
 def count_traffic(competitor: Competitor, case: Case, args: argparse.Namespace) -> dict:
     """What a run under flash.inspect() changes in the row of a stage: HBM traffic and a block's most shared
-    memory, in bytes, the time that it takes, and what the checker finds. With a finding the stage is wrong,
-    and loses its other times."""
+    memory, in bytes, wavefronts of shared memory, the time that it takes, the error, and what the checker
+    finds. With a finding the stage is wrong, and loses its other times."""
     try:
         call = competitor.prepare(args.direction, *case.inputs)
         with flash.inspect() as report:
             start = time.perf_counter()
-            call()
+            outputs = call()
             seconds = time.perf_counter() - start
     except (RuntimeError, ValueError) as error:
         return dict.fromkeys(TIMES) | failure(error)
@@ -322,10 +351,11 @@ def count_traffic(competitor: Competitor, case: Case, args: argparse.Namespace) 
     counts = {"hbm_read_bytes": hbm.read, "hbm_written_bytes": hbm.written,
               "hbm_unique_bytes": hbm.unique_read + hbm.unique_written,
               "shared_bytes": max((kernel.shared_bytes for kernel in report.kernels), default=0),
-              "inspected_ms": 1e3 * seconds, "findings": findings}
+              "shared_wavefronts": sum(a.units for a in report.accesses if a.memory == "shared"),
+              "inspected_ms": 1e3 * seconds, "findings": findings} | verdict(competitor, outputs, case)
     if findings:
-        return counts | dict.fromkeys(TIMES) | {"status": "wrong", "message": findings[0]}
-    return counts
+        counts |= {"status": "wrong", "message": findings[0]}
+    return counts | (dict.fromkeys(TIMES) if "status" in counts else {})
 
 
 def milliseconds(call: Callable, device: torch.device) -> list[float]:
@@ -586,15 +616,16 @@ def parse_arguments(argv: list[str] | None = None) -> list[argparse.Namespace]:
     status 2)."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add = parser.add_argument
-    add("--pass", dest="passes", metavar="A,B", type=passes, default="fwd",
-        help=f"of {', '.join(PASSES)}, or all; each has its own table and files; default: fwd. bwd: the "
-             "gradients alone, after the best forward stage. fwd+bwd: each backward stage with the forward "
-             "stage of its name or, if there is none, with the one just before the next pair of equal "
-             "names (recompute: flash2)")
+    add("--pass", dest="passes", metavar="A,B", type=passes,
+        help=f"of {', '.join(PASSES)}, or all; each has its own table and files; default: fwd, with --rungs "
+             "fwd,bwd. bwd: the gradients alone, after the best forward stage. fwd+bwd: each backward stage "
+             "with the forward stage of its name or, if there is none, with the parent of the next namesake "
+             "on its branch (recompute: flash2)")
     what = parser.add_mutually_exclusive_group()
     what.add_argument("--stages", metavar="A,B",
-                      help="by name (python flash.py lists them), for bwd and fwd+bwd of the backward pass; "
-                           "each of several passes takes those it knows; default: all that run here")
+                      help="by name (python flash.py lists them) or a .cuh file, for bwd and fwd+bwd of the "
+                           "backward pass; each of several passes takes those it knows; default: all that "
+                           "run here")
     what.add_argument("--inspect", metavar="STAGE",
                       help="time nothing: run this stage, a name or a .cuh file, once in the simulator, and "
                            "report every access to memory, and what is wrong with any; with --pass bwd, a "
@@ -602,6 +633,9 @@ def parse_arguments(argv: list[str] | None = None) -> list[argparse.Namespace]:
     what.add_argument("--sweep", metavar="STAGE",
                       help="time this stage, a name or a .cuh file, with all tile sizes that it takes here: "
                            "a table with the best first, and a picture; the header's tiles come from this")
+    add("--rungs", action="store_true",
+        help="time all stages, or --stages, by turns at a few shapes, and draw TFLOP/s by rung. Without a "
+             "GPU: HBM traffic and wavefronts of shared memory by rung, counted")
     add("--line", metavar="FILE:LINE",
         help="with --inspect: also draw which lane of a warp touches which bank or sector at this line")
     what.add_argument("--markdown", metavar="JSON", type=Path,
@@ -610,23 +644,27 @@ def parse_arguments(argv: list[str] | None = None) -> list[argparse.Namespace]:
         help="default: 512 to 4096, or 64 to 256 on CPU; with --inspect, 128; with --sweep, the largest")
     add("--batch", metavar="B", type=int, help="default: 4, or 1 on CPU")
     add("--heads", metavar="H[:H_kv]", help="of Q, and of K and V if fewer; default: 12, or 2 on CPU")
-    add("--head-dim", metavar="d", type=int, default=64,
-        help=f"a multiple of 8, to {flash.MAX_HEAD_DIM}; default: %(default)s")
-    add("--causal", action=argparse.BooleanOptionalAction, default=True, help="default: --causal")
-    add("--dtype", default="fp32", help=f"of {', '.join(flash.DTYPES)}; default: fp32")
+    add("--head-dim", metavar="d", type=int, help=f"a multiple of 8, to {flash.MAX_HEAD_DIM}; default: 64")
+    add("--causal", action=argparse.BooleanOptionalAction, help="default: --causal")
+    add("--dtype", help=f"of {', '.join(flash.DTYPES)}; default: fp32, with --rungs fp32 and bf16")
     add("--peers", metavar="A,B", help=f"PyTorch's backends, of {', '.join(PEERS)}, or none; those that "
                                        "refuse are left out; default: all, or math on CPU")
     add("--out", metavar="FOLDER", type=Path, default=flash.BUILD / "bench", help="default: build/bench")
     args = parser.parse_args(argv)
     args.device = torch.device("cpu") if args.inspect else flash.default_device()
     try:
-        if args.markdown:
+        if args.markdown and not args.rungs:
             read_result(args)
             return [args]
         set_defaults(args)
-        check_shape(args)
-        args.peers = choose_peers(args.peers)
-        each = [for_pass(direction, args) for direction in args.passes]
+        if args.rungs:
+            import bench_rungs
+
+            each = [bench_rungs.with_cases(args)]
+        else:
+            check_shape(args)
+            args.peers = choose_peers(args.peers)
+            each = [for_pass(direction, args) for direction in args.passes]
         args.out.mkdir(parents=True, exist_ok=True)
     except (ValueError, OSError) as error:
         parser.error(" ".join(str(error).split()))
@@ -634,9 +672,19 @@ def parse_arguments(argv: list[str] | None = None) -> list[argparse.Namespace]:
 
 
 def set_defaults(args: argparse.Namespace) -> None:
-    """Set what is not given and depends on the device; check what only --inspect takes."""
+    """Set what is not given and depends on the device; check what goes together."""
     if args.line and not args.inspect:
         raise ValueError("--line: goes with --inspect")
+    if args.rungs:
+        options = ("inspect", "sweep", "markdown", "seqlens", "batch", "heads", "head_dim", "causal")
+        if given := [name for name in options if getattr(args, name) is not None]:
+            option = given[0].replace("_", "-")
+            raise ValueError(f"--rungs: has shapes of its own, and takes no --{option}")
+        if "fwd+bwd" in (args.passes or ()):
+            raise ValueError("--rungs: draws each pass alone: --pass fwd, bwd or fwd,bwd")
+        args.passes = args.passes or ["fwd", "bwd"]
+        return
+    args.passes = args.passes or ["fwd"]
     if args.inspect:
         if not (possible := flash.can_inspect()):
             raise ValueError(f"--inspect: {possible}")
@@ -692,7 +740,7 @@ def for_pass(direction: str, args: argparse.Namespace) -> argparse.Namespace:
 
 def stages_of(direction: str, args: argparse.Namespace) -> dict[str, flash.Stage]:
     """By name, the stages that a pass compares and that take the type."""
-    return {stage.name: stage for stage in flash.stages("fwd" if direction == "fwd" else "bwd")
+    return {stage.name: stage for stage in flash.stages(kind(direction))
             if flash.DTYPES[args.dtype] in stage.dtypes}
 
 
@@ -702,24 +750,49 @@ def choose_stages(args: argparse.Namespace) -> list[flash.Stage]:
     option = "--inspect" if args.inspect else "--sweep" if args.sweep else "--stages"
     one = args.inspect or args.sweep
     asked = [one] if one else args.stages.split(",") if args.stages else []
+    own = own_stages(asked, option, args)
     known = stages_of(args.direction, args)
-    if one and one.endswith(".cuh"):
-        if not Path(one).is_file():
-            raise ValueError(f"{option}: there is no file {one}")
-        direction = "fwd" if args.direction == "fwd" else "bwd"
-        known[one] = stage = flash.read_stage(Path(one), direction)
-        if stage.direction != direction:
-            raise ValueError(f"{option}: {one} is {a_stage_of(stage.direction)}")
+    known |= {text: stage for text, stage in own.items() if stage.direction == kind(args.direction)}
     elsewhere = {name for direction in args.passes for name in stages_of(direction, args)}
+    elsewhere |= {text for text, stage in own.items() if stage.direction in map(kind, args.passes)}
     missing = [name for name in asked if name not in known]
     if unknown := [name for name in missing if missing == asked or name not in elsewhere]:
-        raise ValueError(f"{option}: {no_stage(unknown[0], args)}")
+        if unknown[0] not in own:
+            raise ValueError(f"{option}: {no_stage(unknown[0], args)}")
+        if unknown[0] in elsewhere:
+            raise ValueError(f"{option}: --pass {args.direction} has none of {', '.join(asked)}")
+        raise ValueError(f"{option}: {unknown[0]} is {a_stage_of(own[unknown[0]].direction)}")
     chosen = [name for name in known if name in asked] if asked else list(known)
     reasons = {name: reason for name in chosen if (reason := why_not(known[name], args))}
     if reasons and (asked or len(reasons) == len(chosen)):
         raise ValueError("{}: {}: {}".format(option, *next(iter(reasons.items()))))
     args.not_run |= reasons
-    return [known[name] for name in chosen if name not in reasons]
+    able = (known[name] for name in chosen if name not in reasons)
+    return list({(stage.path, stage.name): stage for stage in able}.values())  # by path and by name: once
+
+
+def kind(direction: str) -> str:
+    """Of the stages that a pass compares: "fwd" or "bwd"."""
+    return "fwd" if direction == "fwd" else "bwd"
+
+
+def own_stages(asked: list[str], option: str, args: argparse.Namespace) -> dict[str, flash.Stage]:
+    """Those of `asked` that are paths: they end in .cuh, or have a slash. If the file's first line does not
+    say for which pass it is, its parameters do."""
+    found: dict[str, flash.Stage] = {}
+    for text in asked:
+        if not text.endswith(".cuh") and "/" not in text:
+            continue
+        path = Path(text)
+        if not path.is_file():
+            raise ValueError(f"{option}: there is no file {text}")
+        code = path.read_text(errors="replace")
+        named = [which for which in ("fwd", "bwd") if f"{which.capitalize()}Params" in code]
+        stage = flash.read_stage(path, (named or [kind(args.passes[0])])[0])
+        if any(other.path.name == path.name and other != stage for other in found.values()):
+            raise ValueError(f"{option}: two files are called {path.name}: give one of them another name")
+        found[text] = stage
+    return found
 
 
 def a_stage_of(direction: str) -> str:
@@ -729,14 +802,14 @@ def a_stage_of(direction: str) -> str:
 
 def no_stage(name: str, args: argparse.Namespace) -> str:
     """For an error: that the pass, or each of several, has no such stage, and which there are."""
-    there = {kind: stages_of(kind, args) for kind in ("fwd", "bwd")}
-    kind = "fwd" if args.direction == "fwd" else "bwd"
-    asked = {"fwd" if direction == "fwd" else "bwd" for direction in args.passes}
+    there = {which: stages_of(which, args) for which in ("fwd", "bwd")}
+    here = kind(args.direction)
+    asked = set(map(kind, args.passes))
     if len(asked) == 2 and not any(name in stages for stages in there.values()):
-        names = "; ".join(f"{PASSES[kind]}: {', '.join(stages)}" for kind, stages in there.items())
+        names = "; ".join(f"{PASSES[which]}: {', '.join(stages)}" for which, stages in there.items())
         return f"no stage {name!r} for {args.dtype} in any of the passes; there are {names}"
-    text = f"no {PASSES[kind]} stage {name!r} for {args.dtype}; there are {', '.join(there[kind])}"
-    other = "bwd" if kind == "fwd" else "fwd"
+    text = f"no {PASSES[here]} stage {name!r} for {args.dtype}; there are {', '.join(there[here])}"
+    other = "bwd" if here == "fwd" else "fwd"
     return text + f"; it is {a_stage_of(other)}" * (len(asked) == 1 and name in there[other])
 
 
@@ -764,9 +837,12 @@ def main(argv: list[str] | None = None) -> int:
     if each[0].markdown:
         print("\n\n".join(results_table(each[0].data, N) for N in each[0].seqlens))
         return 0
-    if each[0].inspect or each[0].sweep:
+    if each[0].inspect or each[0].sweep or each[0].rungs:
+        import bench_rungs
+
+        mode = inspect if each[0].inspect else sweep if each[0].sweep else bench_rungs.rungs
         try:
-            return inspect(each[0]) if each[0].inspect else sweep(each[0])
+            return mode(each[0])
         except KeyboardInterrupt:
             print("Interrupted.", file=sys.stderr)
             return 130
@@ -794,4 +870,6 @@ def run_pass(args: argparse.Namespace) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    import bench  # this file as a module, which bench_rungs imports too
+
+    sys.exit(bench.main())

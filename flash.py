@@ -21,6 +21,7 @@ import contextvars
 import ctypes
 import math
 import os
+import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -615,22 +616,8 @@ def describe_device(device: torch.device) -> str:
     return f"CPU, in the simulator ({os.cpu_count()} cores), PyTorch {torch.__version__}"
 
 
-def main() -> None:
-    """Print the ladder, and what of it runs on this machine."""
-    from rich.console import Console
-    from rich.table import Table
-
-    device = default_device()
-    table = Table(title=f"Stages on this machine: {describe_device(device)}",
-                  caption="flash.attention(q, k, v, stage=..., backward=...)")
-    for column in ("#", "stage", "types", "needs", "runs here", "idea"):
-        table.add_column(column, no_wrap=column == "stage", overflow="fold")
-    type_names = {dtype: name for name, dtype in DTYPES.items()}
-    for s in stages():
-        table.add_row(f"{s.direction} {s.number}", s.name, ", ".join(type_names[t] for t in s.dtypes),
-                      s.needs, str(s.available(device)), s.idea)
-    Console().print(table)
-
-
 if __name__ == "__main__":
-    main()
+    sys.modules["flash"] = sys.modules["__main__"]  # this module, once: its operators can be registered once
+
+    import ladder
+    sys.exit(ladder.main())

@@ -5,10 +5,10 @@
 //        -DNEGATIVE_SCALE=0 -DDETERMINISTIC=0 -DBLOCK_R=64 -DBLOCK_C=64 -arch=sm_80 -cubin -Xptxas -v \
 //        flash_bwd.cu
 //
-// (DETERMINISTIC is 1 where a stage that is deterministic on request is to be so.)
+// (DETERMINISTIC is 1 to ask a stage for the same bits in every run, if it can do both.)
 //
-// Given dO, the gradient of a loss by O, it computes dQ, dK and dV, its gradients by Q, K and V. For every
-// batch element and query head (stages/bwd_01_naive.cuh derives it):
+// Given dO, the gradient of a loss with respect to O, it computes dQ, dK and dV, the gradients with respect
+// to Q, K and V. For every batch element and query head (stages/bwd_01_naive.cuh derives it):
 //
 //   S = scale * Q K^T     P = exp(S - L)     dV = P^T dO     dP = dO V^T     D_i = sum_k dO_ik O_ik
 //   dS = P * (dP - D), element by element     dQ = scale * dS K     dK = scale * dS^T Q
@@ -16,18 +16,29 @@
 // Further notation:
 //   dO, dQ        (B, H, N_q, d)      like Q and O
 //   dK, dV        (B, H_kv, N_k, d)   like K and V: summed over the H / H_kv query heads that read them
-//   D, dL         (B, H, N_q)         D as above, from which a stage subtracts dL, the gradient by L, for a
-//                                     loss that depends on L, too
-//   dS, dP        (N_q, N_k)          of one head; dS is the gradient by S, that is by the scaled scores
+//   D, dL         (B, H, N_q)         D as above. If the loss depends on L, too, dL is the gradient with
+//                                     respect to L, and a stage subtracts it from D
+//   dS, dP        (N_q, N_k)          of one head; dS is the gradient with respect to S, the scaled scores
 // A row that sees no key gets and gives no gradient: its P is 0.
 //
-// The ladder:
-//   stages/bwd_01_naive.cuh            the five products, plainly; S, P, dP and dS, N x N, in HBM
-//   stages/bwd_02_recompute.cuh        FlashAttention-2: P from L, tile by tile; dQ summed by atomics
-//   stages/bwd_03_deterministic.cuh    dK and dV in one kernel, dQ in another: the same bits every run
-//   stages/bwd_04_vectorized.cuh       float4, register tiles: near what fp32 multipliers give
-//   stages/bwd_05_mma.cuh              fp16 and bf16 on tensor cores, P^T and dS^T in registers
-//   stages/bwd_06_cp_async.cuh         asynchronous copies, double buffering, heads in parallel
+// The ladder. A stage grew from the one before it, if none is named here:
+//   stages/bwd_01_naive.cuh            the five matrix products, plainly; S, P, dP and dS, N x N, in HBM
+//   stages/bwd_02_recompute.cuh        FlashAttention-2: P from L, D = rowsum(dO * O); a K/V tile a block; dQ
+//                                      by atomicAdd
+//   stages/bwd_03_deterministic.cuh    dK and dV in one kernel, dQ in another: no atomics, the same bits
+//                                      every run; 7 products, not 5
+//   stages/bwd_04_register_tiles.cuh   (after recompute) a thread computes 4 x 8 pieces of all five products
+//                                      by outer products; K and V transposed
+//   stages/bwd_05_mma.cuh              (after recompute) tensor cores: half of the warps make dV, the others
+//                                      dK; P^T and dS^T stay in registers
+//   stages/bwd_05_vectorized.cuh       (after register_tiles) four numbers at a time: from HBM, in shared
+//                                      memory, and the atomics of dQ
+//   stages/bwd_06_conflict_free.cuh    the lanes of a warp and the rows of tiles are arranged so that no bank
+//                                      conflict is left
+//   stages/bwd_06_cp_async.cuh         (after mma) copies under way while tensor cores work; dQ under the
+//                                      exponentials; a block for each query head
+//   stages/bwd_07_fp32_tuned.cuh       (after conflict_free) what is left: 2^x, cut tiles apart, P out of
+//                                      registers, prefetch of Q and dO, order of blocks
 // The lines at a stage's start, and the two functions that it defines, are those of a forward stage.
 #include <cuda_runtime.h>
 #include <math.h>

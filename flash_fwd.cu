@@ -20,23 +20,30 @@
 //   Br, Bc    rows of a tile of Q (and O), rows of a tile of K and V; a tile of S is Br x Bc
 //   Tr, Tc    the number of such tiles: ceil(N_q / Br), ceil(N_k / Bc)
 //   i, j      the tile of Q, the tile of K and V: Q_i, K_j, V_j, S_ij, P_ij, O_i
-//   m, l      the maximum and the sum of exponentials of a row, so far
+//   m, l      of a row, over the keys so far: the maximum of S, and the sum of e^(S - m)
 //   X_smem    X in shared memory; X_reg: in registers; otherwise in HBM
 // Causal: the query of row q sees the key of row k if k <= q + diagonal.
 // A row that sees no key: O = 0, L = -inf.
 //
-// The ladder. Each stage is a file of its own, and keeps the names, order and layout of the one before:
+// The ladder. Each stage is a file of its own, and keeps the names, order and layout of the one that it grew
+// from, the one before it if none is named here (its header's line `after:`):
 //   stages/fwd_01_naive.cuh            three kernels; S and P, N x N, in HBM
-//   stages/fwd_02_tiled.cuh            the same three, through tiles in shared memory
-//   stages/fwd_03_online_softmax.cuh   FlashAttention-1: one kernel, S and P never leave the chip
-//   stages/fwd_04_flash2.cuh           FlashAttention-2: the loops the other way round; O stays in registers
-//   stages/fwd_05_vectorized.cuh       float4, register tiles: near what fp32 multipliers give
-//   stages/fwd_06_wmma.cuh             fp16 and bf16 on tensor cores, by the portable API
+//   stages/fwd_02_tiled.cuh            the same three kernels, through tiles in shared memory
+//   stages/fwd_03_online_softmax.cuh   FlashAttention-1, Algorithm 1: one kernel, K/V outer loop; m, l, O
+//                                      updated in HBM
+//   stages/fwd_04_flash2.cuh           FlashAttention-2: Q tile a block, K/V inner loop; O, m, l in
+//                                      registers; L written once
+//   stages/fwd_05_vectorized.cuh       float4, 8 x 8 numbers of S a thread, operands transposed: near what
+//                                      fp32 multipliers give
+//   stages/fwd_06_wmma.cuh             (after flash2) tensor cores by the portable API; S, P and O through
+//                                      shared memory
 //   stages/fwd_07_mma.cuh              mma.sync and ldmatrix: S and P never leave registers
 //   stages/fwd_08_swizzle.cuh          the XOR swizzle: no bank conflicts
-//   stages/fwd_09_cp_async.cuh         asynchronous copies, double buffering
-// A stage starts with lines for jit/registry.py: tile sizes and conditions on them (tiles, limits), and in
-// bytes the shared memory of a block (shared) and the HBM traffic of a call without a mask, if nothing is
+//   stages/fwd_09_cp_async.cuh         asynchronous copies, double buffering, exp2 with the scale folded in,
+//                                      masked tiles split off
+// A stage starts with lines for jit/registry.py: the stage that it grew from (after); at the end of a branch,
+// the architecture from which on calls take it (default); tile sizes and conditions on them (tiles, limits);
+// in bytes the shared memory of a block (shared) and the HBM traffic of a call without a mask, if nothing is
 // cached (hbm).
 // It defines two functions:
 //   cudaError_t launch(const FwdParams&, cudaStream_t)

@@ -1,4 +1,5 @@
-"""What a stage changes of the one before: a diff that prints in colours and renders in a notebook."""
+"""What a stage changes of the one it grew from: a diff that prints in colours and renders in a notebook, and
+the count of changed lines that the ladder keeps small."""
 
 from __future__ import annotations
 
@@ -13,11 +14,13 @@ from pathlib import Path
 from rich.console import Console
 from rich.text import Text
 
+from .loader import source_files
 from .registry import DIRECTIONS, ROOT, Stage, parent, read_stage, stages
 
 # The comments around what an exercise asks for: the first has a title, the second has none
 SECTION = re.compile(r"\s*// ---(?: (\S.*))?$")
 CONTEXT = 3  # unchanged lines around a change
+INSTRUCTIONS = "ptx.cuh"  # thin functions around single instructions: they count for nobody
 # By the first character of a line: its colours in a terminal, and in HTML (text, background)
 TERMINAL = {"+": "green", "-": "red", "@": "cyan"}
 HTML = {"+": ("#055d20", "#dafbe1"), "-": ("#82071e", "#ffebe9"), "@": ("#57606a", "#ddf4ff"),
@@ -31,11 +34,15 @@ class Difference:
     Attributes:
         before, after: the files' names.
         lines: those of the diff. The first character is " ", "-" or "+"; "@" where lines were left out.
+        code: how many lines of code changed, as the ladder counts them: see `changed_lines`.
+        common: lines of code in stages/common that a stage brings, which is compared with its parent.
     """
 
     before: str
     after: str
     lines: tuple[str, ...]
+    code: int = 0
+    common: int = 0
 
     @property
     def added(self) -> int:
@@ -49,7 +56,9 @@ class Difference:
 
     @property
     def title(self) -> str:
-        return f"{self.before} -> {self.after}: {self.removed} lines removed, {self.added} added"
+        common = f", {self.common} more in stages/common" * (self.common > 0)
+        return (f"{self.before} -> {self.after}: {self.removed} lines removed, {self.added} added; "
+                f"of code {self.code}{common}")
 
     def __rich__(self) -> Text:
         text = Text(self.title + "\n", style="bold")
@@ -117,7 +126,9 @@ def diff(before: str | Path | Stage, after: str | Path | Stage | None = None, *,
             else:
                 lines += [f"-{line}" for line in old[old_from:old_to]]
                 lines += [f"+{line}" for line in new[new_from:new_to]]
-    return Difference(*(_shown(stage.path) for stage in found), tuple(lines))
+    changed = changed_lines(found[1], found[0])
+    return Difference(*(_shown(stage.path) for stage in found), tuple(lines), changed.changed,
+                      changed.common if parent(found[1]) == found[0] else 0)
 
 
 def _find(asked: list[str | Path | Stage], direction: str | None) -> list[Stage]:
@@ -151,3 +162,97 @@ def _code(file: Path, header: bool) -> tuple[list[int], list[str]]:
 
 def _shown(path: Path) -> str:
     return str(path.relative_to(ROOT)) if path.is_relative_to(ROOT) else str(path)
+
+
+# ------------------------------------------------------------------------------------------ how much changes
+@dataclass(frozen=True)
+class Change:
+    """How much of a stage is new, as the ladder's limits count it.
+
+    Attributes:
+        changed: lines of code added to the parent, and removed; of a root, all of its lines.
+        introduced: the files that it is the first stage in reading order to include, and their lines of code.
+        file_lines: of its file, with comments.
+        kernels: the lines of code of its kernels, by name.
+    """
+
+    stage: Stage
+    changed: int
+    introduced: dict[Path, int]
+    file_lines: int
+    kernels: dict[str, int]
+
+    @property
+    def common(self) -> int:
+        return sum(self.introduced.values())
+
+    @property
+    def total(self) -> int:
+        return self.changed + self.common
+
+
+def changed_lines(stage: Stage, before: Stage | None = None) -> Change:
+    """How much a stage changes of its parent, or of another one.
+
+    White space, comments, blank lines and #includes do not count, nor do wrappers of single instructions. A
+    changed line is one removed and one added.
+    """
+    before = before or parent(stage)
+    code = _code_lines(stage.path)
+    old = _code_lines(before.path) if before else []
+    return Change(stage, len(old) + len(code) - 2 * _in_common(old, code),
+                  {file: len(_code_lines(file)) for file in introduced(stage)},
+                  len(stage.path.read_text().splitlines()), _kernels(stage.path))
+
+
+def introduced(stage: Stage) -> list[Path]:
+    """The files that it is the first to include, forward stages before backward ones; one of your own comes
+    last. Not wrappers of single instructions."""
+    known: set[Path] = set()
+    for earlier in stages():
+        if earlier.path == stage.path:
+            break
+        known.update(_included(earlier))
+    return [file for file in _included(stage) if file not in known and file.name != INSTRUCTIONS]
+
+
+def _included(stage: Stage) -> list[Path]:
+    """What it includes, directly or not, and what the file does that includes it."""
+    files = source_files(ROOT / f"flash_{stage.direction}.cu", stage.path)
+    return files[2:]
+
+
+def _without_comments(file: Path) -> str:
+    return re.sub(r"/\*.*?\*/|//[^\n]*", "", file.read_text(), flags=re.S)
+
+
+def _code_lines(file: Path) -> list[str]:
+    """Without white space; not #include and #pragma once."""
+    lines = (re.sub(r"\s", "", line) for line in _without_comments(file).splitlines())
+    return [line for line in lines if line and not line.startswith(("#include", "#pragmaonce"))]
+
+
+def _in_common(a: list[str], b: list[str]) -> int:
+    """The length of the longest common subsequence: difflib's diff need not be the shortest one."""
+    row = [0] * (len(b) + 1)
+    for x in a:
+        above, row = row, [0]
+        for j, y in enumerate(b):
+            row.append(above[j] + 1 if x == y else max(above[j + 1], row[j]))
+    return row[-1]
+
+
+def _kernels(file: Path) -> dict[str, int]:
+    """The lines of code of each __global__ function, from this word to the brace that closes it."""
+    text = _without_comments(file)
+    found = {}
+    for head in re.finditer(r"__global__[^;{]*\{", text):
+        bounds = r"__launch_bounds__\s*\((?:[^()]|\([^()]*\))*\)"
+        name = re.search(r"(\w+)\s*\(", re.sub(bounds, "", head[0]))
+        depth, end = 1, head.end()
+        while depth and end < len(text):
+            depth += {"{": 1, "}": -1}.get(text[end], 0)
+            end += 1
+        lines = text[head.start():end].split("\n")
+        found[name[1] if name else "?"] = sum(bool(line.strip()) for line in lines)
+    return found

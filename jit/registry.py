@@ -237,7 +237,7 @@ def read_stage(path: Path, direction: str = "fwd") -> Stage:
 @functools.cache
 def _read_stage(path: Path, direction: str, modified: int) -> Stage:
     header = re.match(r"\ufeff?(?://.*\n)*", path.read_text(errors="replace"))[0]
-    title = re.match(r"\ufeff?// (Forward|Backward) stage (\d+): (\w+)", header)
+    title = re.match(r"\ufeff?// (Forward|Backward) stage(?: (\d+))?: (\w+)", header)
     if title:
         direction = "fwd" if title[1] == "Forward" else "bwd"
     lines = re.sub(r"\n// {8,}", " ", header)  # a long field goes on in the next line
@@ -258,7 +258,7 @@ def _read_stage(path: Path, direction: str, modified: int) -> Stage:
     if (workspace := fields.get("workspace", "workspace")) in TENSORS[direction]:
         raise ValueError(f"{path}: workspace: {workspace} is a tensor of the call: give it another name")
     deterministic, on_request = DETERMINISM[determinism]
-    in_ladder = title and path.parent == STAGES
+    in_ladder = title and title[2] and path.parent == STAGES
     if after and not in_ladder:
         _check_parent(path, after, [s.name for s in stages(direction)], direction)
     stage = Stage(
@@ -300,8 +300,7 @@ def stages(direction: str | None = None) -> list[Stage]:
                 raise ValueError(f"{path.name} and {by_name[stage.name].path.name} are both called "
                                  f"{stage.name!r}: give one of them another name, in its first line")
             by_name[stage.name] = stage
-        for stage in by_name.values():
-            _check_ancestors(stage, by_name)
+        _check_tree(tuple((s.name, s.after, s.path) for s in by_name.values()), which)
         found += by_name.values()
     return found
 
@@ -312,17 +311,21 @@ def _check_parent(path: Path, after: str, known: Iterable[str], direction: str) 
                          f"there are {', '.join(known)}. A root has no such line")
 
 
-def _check_ancestors(stage: Stage, by_name: dict[str, Stage]) -> None:
-    """Raise ValueError if they are not all in the ladder, or lead back to a stage that has been there."""
-    passed = [stage.name]
-    while stage.after:
-        _check_parent(stage.path, stage.after, by_name, stage.direction)
-        stage = by_name[stage.after]
-        if stage.name in passed:
-            circle = " after ".join([*passed, stage.name])
-            raise ValueError(f"{stage.path}: after: {circle}: a circle; let one of them grow from a stage "
-                             "outside of it")
-        passed.append(stage.name)
+@functools.cache  # stages() is in every call of attention()
+def _check_tree(ladder: tuple[tuple[str, str, Path], ...], direction: str) -> None:
+    """Raise ValueError if a parent is not there, or ancestors lead back to where they began.
+
+    ladder: the name, the parent's name and the file of each stage.
+    """
+    parents = {name: after for name, after, _ in ladder}
+    for name, _, path in ladder:
+        passed = [name]
+        while after := parents[passed[-1]]:
+            _check_parent(path, after, parents, direction)
+            passed.append(after)
+            if passed.count(after) > 1:
+                raise ValueError(f"{path}: after: {' after '.join(passed)}: a circle; let one of them grow "
+                                 "from a stage outside of it")
 
 
 def parent(stage: Stage) -> Stage | None:

@@ -9,7 +9,7 @@ after each shape, so that a run that is cut off keeps its rows.
 """
 
 import argparse
-import concurrent.futures
+import functools
 import itertools
 import json
 import os
@@ -33,6 +33,7 @@ sys.path.insert(0, str(ROOT))
 
 import bench  # noqa: E402
 import flash  # noqa: E402
+from bench_rungs import build_all  # noqa: E402
 
 TURNS = 3
 SECONDS_A_CASE = 0.1                               # in a turn
@@ -69,38 +70,22 @@ class Shape:
 
 
 def shapes(dtypes: list[str]) -> Iterator[Shape]:
-    """Those to measure, of these types."""
+    """Those to measure, of these types: the stage that a call takes here without a name."""
     for dtype, direction in itertools.product(dtypes, ("fwd", "bwd")):
+        best = functools.partial(best_stage, direction, dtype)
         if dtype == "fp32":
             for d, causal, N in itertools.product((64, 128), (True, False), (1024, 2048, 4096)):
-                yield Shape(direction, dtype, d, causal, 4, "12", N, "vectorized", "efficient")
+                yield Shape(direction, dtype, d, causal, 4, "12", N, best(d), "efficient")
             continue
         for (d, H), causal, (N, B) in itertools.product(HEADS.items(), (True, False), LENGTHS.items()):
-            yield Shape(direction, dtype, d, causal, B, str(H), N, "cp_async", "flash")
+            yield Shape(direction, dtype, d, causal, B, str(H), N, best(d), "flash")
         if dtype == "bf16":  # many query heads to a key head, and few blocks
-            yield Shape(direction, dtype, 256, True, 2, "8:1", 1024, "cp_async", "flash,math")
+            yield Shape(direction, dtype, 256, True, 2, "8:1", 1024, best(256), "flash,math")
 
 
-def libraries(args: argparse.Namespace) -> Iterator[tuple]:
-    """What flash.build() is called with for the stage, and for gradients also for the forward one."""
-    d, dtype = args.head_dim, flash.DTYPES[args.dtype]
-    stages = [*args.stages, *(bench.forward_stage(stage, args) for stage in args.stages
-                              if args.direction != "fwd")]
-    for stage in stages:
-        tiles = stage.tiles(d, flash.shared_memory_per_block(args.device),
-                            args.batch * args.H * args.seqlens[0], args.causal)
-        yield (flash.ROOT / f"flash_{stage.direction}.cu", args.device,
-               flash.definitions(stage, dtype, d, args.causal, tiles), f"{stage.direction}_{stage.name}")
-
-
-def build_all(cases: list[argparse.Namespace], bar: Progress) -> None:
-    """Compile all kernels, several at a time."""
-    calls = {str(call): call for args in cases for call in libraries(args)}
-    task = bar.add_task("building", total=len(calls))
-    with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
-        builds = [pool.submit(flash.build, *call) for call in calls.values()]
-        for _ in concurrent.futures.as_completed(builds):  # an error comes again in measure(), and is kept
-            bar.advance(task)
+def best_stage(direction: str, dtype: str, d: int) -> str:
+    """The name of the stage that a call takes without one, on this machine."""
+    return flash.find_stage(None, flash.DTYPES[dtype], flash.default_device(), direction, d=d).name
 
 
 def middle(turns: tuple[dict, ...]) -> dict:

@@ -1,6 +1,7 @@
 """Writes the parts of README.md that are made from elsewhere: the ladders, from the stages' headers, the
-measured results, from the JSON files here, and a finding of the checker, from a stage broken on purpose.
-`make readme` runs it; a test fails when README.md is stale.
+measured results, from the JSON files here, and a finding of the checker, from a stage broken on purpose. Also
+the lists of stages in flash_fwd.cu and flash_bwd.cu, the staircases, and what the stages' headers say is
+measured (headers.py). `make readme` runs it; a test fails when README.md is stale.
 """
 
 import json
@@ -15,29 +16,82 @@ import torch
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
+import bench  # noqa: E402
 import bench_report  # noqa: E402
+import bench_staircase  # noqa: E402
 import flash  # noqa: E402
+import headers  # noqa: E402
 from tutorials.exercises import EXERCISES  # noqa: E402
 
 RESULTS = ROOT / "results"
 SHOWN_N = 1024
 LONG = (1024, 2048, 4096)
 SIXTEEN = ("bf16", "fp16")
+POINTED_AT = (  # in README's text, with the file and the code of the line
+    (r"(--line fwd_01_naive\.cuh:)\d+", "fwd_01_naive.cuh", "s += Q["),
+    (r"(line=\"fwd_04_flash2\.cuh:)\d+", "fwd_04_flash2.cuh", "= K_smem["),
+    (r"(break fwd_04_flash2\.cuh:)\d+", "fwd_04_flash2.cuh", "S_reg[r][c] +="))
 
 
 def ladder() -> str:
-    """The stages as Markdown tables, one for each direction."""
+    """The stages as Markdown tables, one for each direction: with the stage that each grew from, and, at the
+    end of a branch, the architecture from which on calls take it."""
     names = {dtype: name for name, dtype in flash.DTYPES.items()}
     tables = []
     for direction in ("fwd", "bwd"):
         lines = [f"{bench_report.PASSES[direction].capitalize()}:", "",
-                 "| # | stage | types | needs | idea |", "|---|---|---|---|---|"]
+                 "| # | stage | after | types | needs | default | idea |", "|---|---|---|---|---|---|---|"]
         for s in flash.stages(direction):
             types = ", ".join(names[dtype] for dtype in s.dtypes)
             link = f"[{s.name}]({s.path.relative_to(ROOT)})"
-            lines.append(f"| {s.number} | {link} | {types} | {s.needs} | {s.idea} |")
+            lines.append(f"| {s.number} | {link} | {s.after or '-'} | {types} | {s.needs} | "
+                         f"{s.default or '-'} | {s.idea} |")
         tables.append("\n".join(lines))
     return "\n\n".join(tables)
+
+
+def rungs() -> str:
+    """What each rung gives on an H200: pictures and, beside what was predicted, a table; empty before it is
+    measured."""
+    if not (data := headers.measured_rungs(RESULTS / "h200" / "rungs.json")):
+        return ""
+    parts = []
+    for direction, dtype in bench_staircase.figures(data):
+        what = f"{bench_report.PASSES[direction]}, {dtype}"
+        parts.append(f"![TFLOP/s by rung: {what}](results/h200/rungs_{direction}_{dtype}.png)")
+    for direction in dict.fromkeys(row["pass"] for row in data["rows"]):
+        lines = [f"| {bench_report.PASSES[direction]} | after | predicted | measured |", "|---|---|---|---|"]
+        for stage in flash.stages(direction):
+            factors = [factor for *_, factor in headers.gains(data, direction, stage.name)]
+            ends = dict.fromkeys(f"{end:.2f}×" for end in (min(factors), max(factors))) if factors else "-"
+            lines.append(f"| {stage.name} | {stage.after or '-'} | {stage.predicted or '-'} | "
+                         f"{' to '.join(ends)} |")
+        parts.append("\n".join(lines))
+    origin = (f"{data['device']}; measured on {data['date'][:10]} by `python bench.py --rungs`, by turns. A "
+              "rung's gain is its TFLOP/s over its parent's: the least and the greatest of the shapes in the "
+              "pictures.")
+    return "\n\n".join([*parts, origin])
+
+
+def listing(direction: str) -> str:
+    """The ladder as flash_fwd.cu and flash_bwd.cu list it in comments: files, ideas, and the parent where it
+    is not the stage before."""
+    known = flash.stages(direction)
+    files = [f"//   {s.path.relative_to(ROOT)}" for s in known]
+    width = max(map(len, files)) + 3
+    lines = []
+    for file, s, before in zip(files, known, [None, *known]):
+        after = f"(after {s.after}) " if before and s.after != before.name else ""
+        lines.append(textwrap.fill(after + s.idea, 110, initial_indent=f"{file:{width}}",
+                                   subsequent_indent=f"//{'':{width - 2}}", break_on_hyphens=False))
+    return "\n".join(lines) + "\n"
+
+
+def listed(text: str, direction: str) -> str:
+    """The text of flash_fwd.cu or flash_bwd.cu with its list made anew."""
+    part = re.compile(r"(//   stages/\w+\.cuh .*\n(//    +\S.*\n)*)+")
+    assert part.search(text), f"flash_{direction}.cu has no list of stages"
+    return part.sub(lambda _: listing(direction), text, count=1)
 
 
 def bench_json(device: str, direction: str) -> dict:
@@ -94,17 +148,17 @@ def ratio_rows(*dtypes: str) -> tuple[list[dict], str]:
             f"{data['device']}; {' and '.join(dates)}")
 
 
-def ratio_table(rows: list[dict], stage: str, peer: str, columns: dict[tuple, str],
-                tflops: bool = False) -> list[str]:
+def ratio_table(rows: list[dict], peer: str, columns: dict[tuple, str], tflops: bool = False) -> list[str]:
     """A line for each pass, d and mask: the peer's time over the stage's, perhaps with the stage's TFLOP/s.
     columns: their heads by type and N."""
-    found = {(row["pass"], row["d"], row["causal"], row["dtype"], row["N"], row["name"]): row for row in rows}
+    found = {(row["pass"], row["d"], row["causal"], row["dtype"], row["N"],
+              row["name"] if row["name"] in bench.PEERS else "stage"): row for row in rows}
     lines = [f"| pass | d | mask | {' | '.join(columns.values())} |",
              "|---|---:|---|" + "---:|" * len(columns)]
     for direction, d, causal in dict.fromkeys(key[:3] for key in found):
         cells = []
         for column in columns:
-            ours, theirs = (found.get((direction, d, causal, *column, name)) for name in (stage, peer))
+            ours, theirs = (found.get((direction, d, causal, *column, name)) for name in ("stage", peer))
             fits = ours and theirs and ours["status"] == theirs["status"] == "ok"
             cells.append(f"{theirs['median_ms'] / ours['median_ms']:.2f}×" if fits else "-")
             if fits and tflops:
@@ -114,46 +168,53 @@ def ratio_table(rows: list[dict], stage: str, peer: str, columns: dict[tuple, st
     return lines
 
 
+def measured_stages(rows: list[dict]) -> str:
+    """The names of the stages in ratios.py's rows: those that were the best when they were measured."""
+    return " and ".join(dict.fromkeys(row["name"] for row in rows if row["name"] not in bench.PEERS))
+
+
 def ratios() -> str:
-    """The speed of the stage vectorized on an H200, as a multiple of PyTorch's efficient backend's."""
+    """The speed of the best fp32 stage on an H200, as a multiple of PyTorch's efficient backend's."""
     rows, origin = ratio_rows("fp32")
-    lines = ratio_table(rows, "vectorized", "efficient", {("fp32", N): f"N={N}" for N in LONG})
+    ours = measured_stages(rows)
+    lines = ratio_table(rows, "efficient", {("fp32", N): f"N={N}" for N in LONG})
     best: dict[str, float] = {}
     for row in rows:
-        if row["name"] == "vectorized":
+        if row["name"] not in bench.PEERS:
             best[row["pass"]] = max(best.get(row["pass"], 0), row["tflops"] or 0)
     most = " and ".join(f"{bench_report.number(tflops)} TFLOP/s {bench_report.PASSES[direction]}"
                         for direction, tflops in best.items())
     shape = ", ".join({f"B={row['B']} H={row['H']}" for row in rows})
     return "\n".join([*lines, "", f"{shape} fp32; {origin}. The time of PyTorch's efficient backend "
-                      "(3xTF32, on tensor cores) over that of vectorized, measured by turns: above 1, "
-                      f"vectorized is faster. Of these, its best are {most}."])
+                      f"(3xTF32, on tensor cores) over that of {ours}, measured by turns: above 1, "
+                      f"{ours} is faster. Of these, its best are {most}."])
 
 
 def ratios16() -> str:
-    """The same of cp_async and PyTorch's FlashAttention-2, in 16 bits; empty before it is measured."""
+    """The same of the best stage in 16 bits and PyTorch's FlashAttention-2; empty before it is measured."""
     rows, origin = ratio_rows(*SIXTEEN)
     if not rows:
         return ""
+    ours = measured_stages(rows)
     alone, grouped = ([row for row in rows if (row["H"] != row["H_kv"]) == group] for group in (False, True))
     batches = dict(sorted({row["N"]: row["B"] for row in alone}.items()))
     heads = dict(sorted({row["d"]: row["H"] for row in alone}.items()))
     columns = {(dtype, N): f"{dtype} N={N}" for dtype in SIXTEEN for N in batches}
-    lines = ratio_table(alone, "cp_async", "flash", columns, tflops=True)
+    lines = ratio_table(alone, "flash", columns, tflops=True)
     shape = (f"B={', '.join(map(str, batches.values()))} for N={', '.join(map(str, batches))}; "
              f"H={', '.join(map(str, heads.values()))} for d={', '.join(map(str, heads))}")
     more = ["", grouped_heads(grouped)] if grouped else []
     return "\n".join([*lines, "", f"{shape}; {origin}, by `python results/ratios.py`. The time of PyTorch's "
-                      "FlashAttention-2 over that of cp_async, measured by turns: above 1, cp_async is "
-                      "faster. In parentheses, cp_async's TFLOP/s.", *more])
+                      f"FlashAttention-2 over that of {ours}, measured by turns: above 1, {ours} is "
+                      f"faster. In parentheses, {ours}'s TFLOP/s.", *more])
 
 
 def grouped_heads(rows: list[dict]) -> str:
     """A sentence on the shape whose query heads share key heads."""
-    labels = {"cp_async": "cp_async", "flash": "PyTorch's FlashAttention-2", "math": "its math backend"}
+    labels = {"flash": "PyTorch's FlashAttention-2", "math": "its math backend"}
     passes = []
     for direction in dict.fromkeys(row["pass"] for row in rows):
-        times = (f"{labels[row['name']]} {bench_report.number(row['median_ms'])} ms"
+        times = (f"{labels.get(row['name'], row['name'])} {bench_report.number(row['median_ms'])} ms"
                  for row in rows if row["pass"] == direction)
         passes.append(f"{bench_report.PASSES[direction]}, {', '.join(times)}")
     shape = " ".join(f"{name}={rows[0][name]}" for name in ("B", "H", "H_kv", "N", "d"))
@@ -208,7 +269,8 @@ def traffic() -> str:
     N = bench_report.lengths(data)[-1]
     rows = [row for row in data["results"] if row["N"] == N and row["kind"] == "stage"]
     most = bench_report.traffic(rows[0])
-    lines = ["| stage | read | written | distinct bytes | x less than naive |", "|---|---:|---:|---:|---:|"]
+    lines = ["| stage | read | written | distinct bytes, per kernel | x less than naive |",
+             "|---|---:|---:|---:|---:|"]
     for row in rows:
         sizes = (bench_report.size(row[f"hbm_{what}_bytes"]) for what in ("read", "written", "unique"))
         factor = bench_report.number(most / bench_report.traffic(row))
@@ -302,18 +364,34 @@ def lessons() -> str:
 def updated(text: str) -> str:
     """README's text with its parts between <!-- name --> and <!-- end of name --> made anew. What is not
     measured yet needs no place."""
-    for name, make in {"ladder": ladder, "results": results, "backward": backward, "ratios": ratios,
-                       "long": long, "results16": results16, "backward16": backward16, "ratios16": ratios16,
-                       "finding": finding, "traffic": traffic, "counts": counts,
+    for name, make in {"ladder": ladder, "rungs": rungs, "results": results, "backward": backward,
+                       "ratios": ratios, "long": long, "results16": results16, "backward16": backward16,
+                       "ratios16": ratios16, "finding": finding, "traffic": traffic, "counts": counts,
                        "conflicts": conflicts, "lessons": lessons}.items():
         if not (made := make()):
             continue
         part = re.compile(rf"(<!-- {name} -->\n).*?(<!-- end of {name} -->)", re.S)
         assert part.search(text), f"README.md has no place for {name}"
         text = part.sub(lambda m, made=made: m[1] + made + "\n" + m[2], text)
+    for pointer, file, code in POINTED_AT:
+        lines = (flash.STAGES / file).read_text().splitlines()
+        number = next((n for n, line in enumerate(lines, 1) if code in line), None)
+        assert number, f"{file} has no line with {code}, to which README.md points"
+        text = re.sub(pointer, rf"\g<1>{number}", text)
     return text
 
 
-if __name__ == "__main__":
+def main() -> None:
+    """Renew headers, pictures, lists and README.md, in this order: some are made from those before."""
+    headers.renew()
+    if data := headers.measured_rungs():
+        bench_staircase.draw_all(data, headers.RUNGS.parent)
+    for direction in ("fwd", "bwd"):
+        source = ROOT / f"flash_{direction}.cu"
+        source.write_text(listed(source.read_text(), direction))
     readme = ROOT / "README.md"
     readme.write_text(updated(readme.read_text()))
+
+
+if __name__ == "__main__":
+    main()

@@ -10,42 +10,44 @@
 // workspace: D
 // hbm:     4 * B * (4 * H_kv * N_k * d + H * N_q * (Tc * (4 * d + 2) + 3 * d + 2))
 //
-// FlashAttention-2, Algorithm 2. S, P, dP and dS, N x N, leave HBM: a tile of each exists at a time, on the
-// chip. Softmax and its derivative need a whole row for two numbers only, known before the first tile:
+// FlashAttention-2, Algorithm 2. S, P, dP and dS, N x N, are gone from HBM: one tile of each exists at a
+// time, on the chip. Softmax and its derivative need two numbers for each whole row, and both are known
+// before the first tile:
 //
-//   P_ij = e^(S_ij - L_i)   The forward pass has left L = m + log(l). So a tile of P is made again from a
-//                           tile of Q K^T, without a maximum or a sum: one number kept for a row instead of
-//                           N_k. FlashAttention-1 keeps two, m and l; but e^(S - m) / l = e^(S - m - log(l)),
-//                           so their one combination is enough (section 3.1.1).
+//   P_ij = e^(S_ij - L_i)   The forward pass has left L = m + log(l). So a tile of P is made from a tile of
+//                           Q K^T, without a maximum or a sum: one number is kept for each row instead of
+//                           N_k. FlashAttention-1 keeps two, m and l. But e^(S - m) / l = e^(S - m - log(l)),
+//                           so their combination L is enough (section 3.1.1).
 //
-//   D_i = sum_k dO_ik O_ik  In naive, D_i = sum_j P_ij dP_ij, which needs all of the row. But
-//                           dP_ij = sum_k dO_ik V_jk, and with the two sums the other way round
-//                             sum_j P_ij sum_k dO_ik V_jk = sum_k dO_ik sum_j P_ij V_jk = sum_k dO_ik O_ik:
-//                           d products of what the forward pass has left (common/rowsum.cuh).
+//   D_i = sum_k dO_ik O_ik  In naive, D_i = sum_j P_ij dP_ij, which needs the whole row. But
+//                           dP_ij = sum_k dO_ik V_jk, and the two sums can change places:
+//                             sum_j P_ij sum_k dO_ik V_jk = sum_k dO_ik sum_j P_ij V_jk = sum_k dO_ik O_ik.
+//                           These are d products of what the forward pass has left (common/rowsum.cuh).
 //
 // A block has a tile of K and V, and walks along the tiles of Q and dO. So dK and dV of its keys are sums in
-// registers, as O is in flash2; also over the query heads that read its key head (GQA), one after the other,
-// in a fixed order. But dQ of a row is a sum over keys, that is over blocks: each adds its part to HBM, by
-// atomicAdd. Which block comes first differs from run to run, and floating-point sums depend on their order:
-// so do the last bits of dQ.
+// registers, as O is in flash2. They also run over the query heads that read its key head (GQA), one after
+// the other, in a fixed order. But dQ of a row is a sum over keys, that is over blocks: each adds its part to
+// HBM by atomicAdd. Which block comes first differs from run to run. A floating-point sum depends on the
+// order of its terms, so the last bits of dQ differ, too.
 //
-// The layout is flash2's: a warp has Br / 8 rows of S, dP and dQ, and its lanes share the columns. It has
-// Bc / 8 rows of dK and dV, too. In dV += P^T dO these are columns of P, which all warps have written: hence
-// a third barrier. All lanes read the same number of P, and each its own column of dO: no bank conflicts (if
-// d is a multiple of 32; else in the stores of K and V).
+// The layout is flash2's: a warp has Br / 8 rows of S, dP and dQ, and its lanes share the columns. It also
+// has Bc / 8 rows of dK and dV. In dV += P^T dO these are columns of P, which all warps have written: hence a
+// third barrier. All lanes read the same number of P, and each lane its own column of dO, so there are no
+// bank conflicts. (If d is no multiple of 32, there are some when K and V are stored.)
 //
-// HBM traffic without caches (hbm, above): K, V, dK and dV once; Q, dO, L and D Tc times, and dQ Tc times in
-// both directions; before that, O, dO and L are read, D is made and dQ set to 0. Causal: about half of the
-// Tc times.
+// HBM traffic without caches (hbm, above): K, V, dK and dV cross once. Q, dO, L and D are read Tc times, and
+// dQ is read and written Tc times. Before that O, dO and L are read, D is written and dQ set to 0. With a
+// causal mask about half of the Tc times remain.
 //
 // Errata: Algorithm 2 leaves out the scale, which dQ and dK need, too. In its line 4, D has N elements, not
-// d; and the O_i that line 9 loads is never used, as D has what is needed of it.
+// d. And the O_i that line 9 loads is never used, because D has what is needed of it.
 //
 // Changed from naive: everything but the five products.
 //
-// Bound by shared memory, like flash2: busy 61 % of the time, the multipliers 35 % (H200, B4 H12 N1024 d64
-// causal); and with tiles of K, V, Q, dO, P and dS there are two blocks on a multiprocessor, no more. The
-// atomics hardly count: nobody waits for them, and L2, which carries them out, is busy 5 % of the time.
+// Bound by shared memory, like flash2: it is busy 62 % of the time, and the multipliers 35 % (H200, B4 H12
+// N1024 d64 causal). The tiles of K, V, Q, dO, P and dS take 97 KB, so two blocks fit on a multiprocessor, 16
+// warps of 64. The atomics hardly count: no thread waits for them, and L2, which carries them out, is busy
+// 5 % of the time.
 #pragma once
 #include "common/launch.cuh"
 #include "common/mask.cuh"
@@ -55,10 +57,10 @@
 constexpr int d = HEAD_DIM;
 constexpr int Br = BLOCK_R, Bc = BLOCK_C;
 constexpr int warps = 8, threads = 32 * warps;
-constexpr int rows = Br / warps;          // rows of S, dP and dQ per warp
-constexpr int keys = Bc / warps;          // rows of dK and dV per warp
-constexpr int cols = Bc / 32;             // columns of S and dP per lane
-constexpr int dims = (d + 31) / 32;       // columns of dQ, dK and dV per lane
+constexpr int rows = Br / warps;          // rows of S, dP and dQ per thread: those of its warp
+constexpr int keys = Bc / warps;          // rows of dK and dV per thread: those of its warp
+constexpr int cols = Bc / 32;             // columns of S and dP per thread
+constexpr int dims = (d + 31) / 32;       // columns of dQ, dK and dV per thread
 
 // One block per tile of K and V. Line numbers are those of Algorithm 2.
 __global__ void __launch_bounds__(threads, 2) backward_kernel(BwdParams p, const float* D) {
@@ -92,7 +94,7 @@ __global__ void __launch_bounds__(threads, 2) backward_kernel(BwdParams p, const
       float S_reg[rows][cols] = {}, dP_reg[rows][cols] = {};
       for (int k = 0; k < d; k++) {
         for (int c = 0; c < cols; c++) {
-          const float key = K_smem[(lane + 32 * c) * (d + 1) + k];       // a key per lane; Q: all the same
+          const float key = K_smem[(lane + 32 * c) * (d + 1) + k];       // one key per lane, one Q for all
           const float value = V_smem[(lane + 32 * c) * (d + 1) + k];
           for (int r = 0; r < rows; r++) {
             S_reg[r][c] += Q_smem[(warp * rows + r) * d + k] * key;      // line 10: S_ij = Q_i K_j^T

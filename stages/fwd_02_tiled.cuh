@@ -9,32 +9,42 @@
 // workspace: S, P
 // hbm:     4 * B * H * (Tc * N_q * d + 2 * Tr * N_k * d + 6 * N_q * N_k + N_q * (d + 1))
 //
-// The three steps stay; what changes is who works on what. A block copies a tile of each operand to shared
-// memory, once, and all of its threads read it from there: each number of K comes from HBM Tr times instead
-// of N_q times, each number of Q Tc times instead of N_k times.
+// The three steps stay. What changes is who loads what: the threads of a block together copy a tile of each
+// operand to shared memory, and all of them read it there. So each number of K is loaded Tr times instead of
+// N_q times. Each number of Q is loaded Tc times, as in naive, where the lanes of a warp share it.
 //
-// The layout, which all fp32 stages up to 4 keep: a block has 8 warps; a warp owns Br / 8 whole rows of the
-// tile, and its lanes share the columns. Lane t has columns t, t + 32, ... of S, and of O.
+// These are loads, not HBM traffic: in naive the caches served nearly all of them. HBM moves 200 MB during
+// scores_kernel in both stages, and that is S itself. What the tiles relieve is L1, which is busy 37 % of the
+// time instead of 99 % (H200, B4 H12 N1024 d64 causal).
 //
-//             columns of S_ij            A row never leaves its warp. So its maximum and its sum are
-//             0  1  2 ...  31            shuffles inside the warp (common/warp.cuh), and warps wait for
-//   warp 0    t0 t1 t2 ... t31  row 0    each other only when a tile is loaded. In registers, a thread
-//             t0 t1 t2 ... t31  row 1    has rows x cols numbers of S: one number of K, read from shared
-//   warp 1    t0 t1 t2 ... t31  row 2    memory, is used for all of its rows.
+// The layout, which all stages up to flash2 keep: a block has 8 warps. A warp owns Br / 8 rows of the tile,
+// and its lanes share the columns. Lane t has columns t, t + 32, ... of S, and of O.
 //
-// In shared memory, K's rows lie d + 1 floats apart: 32 lanes read the same k of 32 rows, and d + 1 is odd,
-// so that these fall into 32 different banks. With d, a multiple of 8, they would fall into 4 at best, one
-// after the other.
+//             columns of S_ij            A row never leaves its warp. So its maximum and its sum take
+//             0  1  2 ...  31            shuffles within the warp (common/warp.cuh), and warps wait for
+//   warp 0    t0 t1 t2 ... t31  row 0    each other only when a tile is loaded. A thread holds rows x cols
+//             t0 t1 t2 ... t31  row 1    numbers of S in registers: a number of K, once read from shared
+//   warp 1    t0 t1 t2 ... t31  row 2    memory, serves all of its rows.
 //
-// HBM traffic without caches (hbm, above): Q Tc times, K and V Tr times; N x N numbers six times, as S is
-// written, read three times and overwritten by P, which is read; O and L.
+// In shared memory, K's rows lie d + 1 floats apart. 32 lanes read the same k of 32 rows. d + 1 is odd, so
+// these numbers are in 32 different banks and come all at once. With rows d apart, a multiple of 8, they
+// would be in 4 banks at most, and come one after the other.
 //
-// Changed from naive: all three kernels, and more lines than in any later fp32 stage, as the layout is new.
+// HBM traffic without caches (hbm, above): Q is read Tc times, K and V Tr times. N x N numbers are written or
+// read six times: S is written, read three times and overwritten by P, and P is read. O and L are written.
 //
-// Bound by waiting: a block loads its tiles, and only then multiplies; the registers leave room for few
-// warps, so that no others are there to multiply meanwhile. softmax_kernel, which has nothing to multiply,
-// reaches more than half of HBM's bandwidth. And N x N numbers still cross HBM four times: S is written and
-// read, P is written and read. (softmax_kernel reads S three times, and finds it in the caches twice.)
+// Changed from naive: all three kernels. The layout is new, so this step has more lines than later ones. Its
+// tools are in stages/common: load_tile (tile.cuh), warp_max and warp_sum (warp.cuh), allow_shared_memory
+// (launch.cuh).
+//
+// Bound by waiting: a block loads its tiles and only then multiplies, and few other warps are there to
+// multiply meanwhile. Registers limit them. scores_kernel needs 79 registers a thread, rounded up to 80, so
+// of a multiprocessor's 65,536 there are enough for 3 blocks: 24 warps of the 64 that it could hold.
+// output_kernel needs 108, rounded up to 112: 2 blocks, 16 warps. (By formula, from ptxas's report for sm_90
+// at d=64; the profiler counts 37 % and 25 % of the 64. Shared memory, 33 KB a block, would allow 6 blocks.)
+// softmax_kernel has nothing to multiply, and uses 56 % of HBM's bandwidth. N x N numbers still cross HBM
+// four times: S is written and read, P is written and read. softmax_kernel reads S three times, but twice
+// finds it in the caches.
 #pragma once
 #include "common/launch.cuh"
 #include "common/tile.cuh"
@@ -43,19 +53,19 @@
 constexpr int d = HEAD_DIM;
 constexpr int Br = BLOCK_R, Bc = BLOCK_C;
 constexpr int warps = 8, threads = 32 * warps;
-constexpr int rows = Br / warps;          // rows of a tile per warp
-constexpr int cols = Bc / 32;             // columns of S per lane
-constexpr int dims = (d + 31) / 32;       // columns of O per lane
+constexpr int rows = Br / warps;          // rows of S and O per thread: those of its warp
+constexpr int cols = Bc / 32;             // columns of S per thread
+constexpr int dims = (d + 31) / 32;       // columns of O per thread
 
-// S (B, H, N_q, N_k) = scale * Q K^T, one tile S_ij per block. The 2: two blocks are to fit on a
-// multiprocessor, so a thread may have 128 registers.
+// S (B, H, N_q, N_k) = scale * Q K^T, one tile S_ij per block. The 2 asks for room for two blocks on a
+// multiprocessor: a thread then gets at most 128 registers.
 __global__ void __launch_bounds__(threads, 2) scores_kernel(FwdParams p, float* S) {
   const int Tr = ceil_div(p.N_q, Br), Tc = ceil_div(p.N_k, Bc);
   const int j = blockIdx.x % Tc, i = blockIdx.x / Tc % Tr, bh = blockIdx.x / Tc / Tr;
   const int b = bh / p.H, h = bh % p.H, h_kv = h / (p.H / p.H_kv);
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
 
-  extern __shared__ float smem[];         // as large as the launch says; cut up by hand
+  extern __shared__ float smem[];         // as large as the launch says; divided by hand
   float* Q_smem = smem;                   // Br x d
   float* K_smem = Q_smem + Br * d;        // Bc x d, rows d + 1 apart
   load_tile(Q_smem, d, p.Q.head(b, h), p.Q.stride_n, i * Br, Br, p.N_q);
@@ -65,7 +75,7 @@ __global__ void __launch_bounds__(threads, 2) scores_kernel(FwdParams p, float* 
   float S_reg[rows][cols] = {};
   for (int k = 0; k < d; k++) {
     for (int c = 0; c < cols; c++) {
-      const float key = K_smem[(lane + 32 * c) * (d + 1) + k];   // a key per lane; Q: all the same
+      const float key = K_smem[(lane + 32 * c) * (d + 1) + k];   // one key per lane, one Q for all
       for (int r = 0; r < rows; r++) S_reg[r][c] += Q_smem[(warp * rows + r) * d + k] * key;
     }
   }
@@ -80,7 +90,7 @@ __global__ void __launch_bounds__(threads, 2) scores_kernel(FwdParams p, float* 
   }
 }
 
-// P = exp(S - m) / l, one row per warp. Its lanes read neighbouring columns, and combine by shuffles.
+// P = exp(S - m) / l, one row per warp. Its lanes read neighbouring columns, then combine by shuffles.
 __global__ void __launch_bounds__(threads, 2) softmax_kernel(FwdParams p, float* S) {
   const int64_t row = (int64_t)blockIdx.x * warps + threadIdx.x / 32;   // of B * H * N_q
   const int lane = threadIdx.x % 32;
@@ -98,7 +108,7 @@ __global__ void __launch_bounds__(threads, 2) softmax_kernel(FwdParams p, float*
   if (lane == 0) p.L[row] = l == 0.f ? -INFINITY : m + logf(l);
 }
 
-// O = P V, one tile O_i per block, which walks along the tiles of P's rows and of V
+// O = P V. One tile O_i per block, which walks along the tiles of V and of its rows of P.
 __global__ void __launch_bounds__(threads, 2) output_kernel(FwdParams p, const float* P) {
   const int Tr = ceil_div(p.N_q, Br), Tc = ceil_div(p.N_k, Bc);
   const int i = blockIdx.x % Tr, bh = blockIdx.x / Tr;

@@ -9,27 +9,30 @@
 // workspace: m, l
 // hbm:     4 * B * H * (2 * N_k * d + Tc * N_q * (3 * d + 4) + N_q * (d + 5))
 //
-// Softmax needs the whole row: its maximum and its sum. Unless they are corrected later. Take the row's
-// keys in tiles, and let m and l be its maximum and its sum over the tiles seen so far, O its output with
-// respect to those. A new tile with maximum m~ and sum l~:
+// Softmax needs the maximum and the sum of a whole row. But both can be corrected later. Take the keys of a
+// row tile by tile. Let m and l be the maximum and the sum over the tiles so far, and O the output for these
+// keys alone. A new tile has the maximum m~ and the sum l~. Then:
 //
 //   m_new = max(m, m~)                                                           (Algorithm 1, line 11)
 //   l_new = e^(m - m_new) l + e^(m~ - m_new) l~                                  (line 11)
 //   O_new = ( l e^(m - m_new) O + e^(m~ - m_new) P~ V_j ) / l_new                (line 12)
 //
-// So S_ij and P_ij need to exist for one tile at a time only, on the chip. The N x N matrix is gone from
-// HBM: the workspace is m and l, 8 bytes per row. That is the online softmax; the kernel below is
-// FlashAttention-1's Algorithm 1, line by line.
+// So S_ij and P_ij exist for one tile at a time, on the chip. The N x N matrices are gone from HBM, and the
+// workspace is m and l, 8 bytes per row. That is the online softmax. The kernel below is FlashAttention-1's
+// Algorithm 1, line by line.
 //
-// HBM traffic without caches (hbm, above): K and V once; Tc times Q, and O, m and l in both directions;
-// before it they are set, after it L is made of m and l.
+// HBM traffic without caches (hbm, above): K and V are read once. Q is read Tc times; O, m and l are read and
+// written Tc times. Before that they are set, and in the end L is made of m and l.
 //
-// Changed from tiled: its three kernels become one, so this step is larger than the others. Loading the
-// tiles, S_reg and the product P V are what they were; new are the two loops and lines 10 to 13.
+// Changed from tiled: its three kernels become one, so this step is larger than others. Tiles are loaded and
+// S_reg and P V are computed as before. The two loops and lines 10 to 13 are new.
 //
-// Bound by parallelism: the blocks are the heads, 48 at B4 H12, on a GPU with 132 multiprocessors, and one
-// block does not keep one of those busy. The loop over i cannot be split among blocks, as every j updates all
-// of O, which is read from global memory and written back Tc times. flash2 turns the loops around.
+// Bound by two things. One is parallelism: a block has a whole head. At B4 H12 that makes 48 blocks of 8
+// warps, and an H200 has 132 multiprocessors with room for 64 warps each. The loop over i could be split
+// among blocks, since no tile of O depends on another one. The other is O, m and l, which go to memory and
+// back for every tile of keys, Tc times. At N1024 L2 holds them, and 0.4 % of HBM's bandwidth is used; but a
+// warp waits two fifths of its time for loads from global memory. flash2 changes both: it swaps the loops,
+// and makes every tile of Q a block.
 #pragma once
 #include "common/launch.cuh"
 #include "common/tile.cuh"
@@ -38,9 +41,9 @@
 constexpr int d = HEAD_DIM;
 constexpr int Br = BLOCK_R, Bc = BLOCK_C;  // line 1: the paper derives them from M, the size of shared memory
 constexpr int warps = 8, threads = 32 * warps;
-constexpr int rows = Br / warps;          // rows of a tile per warp
-constexpr int cols = Bc / 32;             // columns of S per lane
-constexpr int dims = (d + 31) / 32;       // columns of O per lane
+constexpr int rows = Br / warps;          // rows of S and O per thread: those of its warp
+constexpr int cols = Bc / 32;             // columns of S per thread
+constexpr int dims = (d + 31) / 32;       // columns of O per thread
 
 // One block per head. Line numbers are those of Algorithm 1.
 __global__ void __launch_bounds__(threads, 2) online_softmax_kernel(FwdParams p, float* m, float* l) {
@@ -81,7 +84,7 @@ __global__ void __launch_bounds__(threads, 2) online_softmax_kernel(FwdParams p,
       float S_reg[rows][cols] = {};                                      // line 9: S_ij = Q_i K_j^T
       for (int k = 0; k < d; k++) {
         for (int c = 0; c < cols; c++) {
-          const float key = K_smem[(lane + 32 * c) * (d + 1) + k];   // a key per lane; Q: all the same
+          const float key = K_smem[(lane + 32 * c) * (d + 1) + k];   // one key per lane, one Q for all
           for (int r = 0; r < rows; r++) S_reg[r][c] += Q_smem[(warp * rows + r) * d + k] * key;
         }
       }

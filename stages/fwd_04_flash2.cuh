@@ -8,9 +8,10 @@
 // shared:  4 * (Br * d + Bc * (2 * d + 1) + Br * Bc)
 // hbm:     4 * B * H * (2 * Tr * N_k * d + N_q * (2 * d + 1))
 //
-// FlashAttention-2, Algorithm 1: the loops change places. Outside are the tiles of Q, and as no tile of O
-// depends on another one they become blocks: B * H * Tr of them instead of B * H. Inside are K and V. So O,
-// m and l of a tile stay in the registers of one warp from the first key to the last one, and leave once:
+// FlashAttention-2, Algorithm 1: the loops change places. The outer loop is over tiles of Q. No tile of O
+// depends on another one, so each is a block of its own: B * H * Tr blocks instead of B * H. The inner loop
+// is over tiles of K and V. So O, m and l of a tile stay in the registers of one warp from the first key to
+// the last one, and are written once:
 //
 //   m_new = max(m, rowmax(S))                                  (Algorithm 1, line 9)
 //   l     = e^(m - m_new) l + rowsum(P~)                       (line 9)
@@ -18,21 +19,25 @@
 //   O / l at the end                                           (line 12)
 //   L     = m + log(l)                                         (line 13)
 //
-// Two more savings. O is kept unnormalised: one division at the end instead of one per tile. And P~ is
-// relative to m_new at once, not to the tile's own maximum, so there is one factor to apply instead of two.
+// There are two more savings. O is kept unnormalised, which takes one division at the end instead of one per
+// tile. And P~ is relative to m_new from the start, not to the tile's own maximum, so that one factor is
+// applied instead of two.
 //
-// HBM traffic without caches (hbm, above): Q, O and L once, K and V Tr times. Causal: about half of those.
+// HBM traffic without caches (hbm, above): Q, O and L cross once, K and V Tr times. With a causal mask K and
+// V cross about half as often.
 //
 // Erratum: line 10 of the paper's Algorithm 1 has diag(e^(m - m_new))^-1 O. The inverse is a mistake: when
 // the maximum grows, the old terms get smaller. tests/test_mutants.py runs it as printed and sees it fail.
 //
-// Changed from online_softmax: the order of the loops, and where O, m and l live. (And three blocks are to
-// fit on a multiprocessor, so a thread may have 80 registers.)
+// Changed from online_softmax: the order of the loops, and where O, m and l live. Which scores count is now
+// asked of an object, Mask (common/mask.cuh), as in all later stages. And three blocks are to fit on a
+// multiprocessor, so a thread gets at most 80 registers. (At d=128 with a causal mask, 12 bytes are spilled.)
 //
-// Bound by shared memory, which is busy 60 % of the time, while the multipliers are busy a quarter of it: in
-// Q K^T a warp reads `rows` numbers of Q and 32 * cols of K for rows * 32 * cols multiplications; in P V,
-// `rows` of P and 32 * dims of V for rows * 32 * dims. Larger pieces per thread, read four numbers at a
-// time, would need fewer loads. And on the diagonal a causal tile is computed whole, half of it in vain.
+// Bound by shared memory: it is busy 61 % of the time, and the multipliers are busy 27 % (H200, B4 H12 N1024
+// d64 causal). In Q K^T a warp reads `rows` numbers of Q and 32 * cols of K for rows * 32 * cols
+// multiplications. In P V it reads `rows` numbers of P and 32 * dims of V for rows * 32 * dims. A larger
+// piece of S and O per thread would need fewer loads. And a causal tile on the diagonal is computed in full,
+// though half of it is masked.
 #pragma once
 #include "common/launch.cuh"
 #include "common/mask.cuh"
@@ -42,9 +47,9 @@
 constexpr int d = HEAD_DIM;
 constexpr int Br = BLOCK_R, Bc = BLOCK_C;
 constexpr int warps = 8, threads = 32 * warps;
-constexpr int rows = Br / warps;          // rows of a tile per warp
-constexpr int cols = Bc / 32;             // columns of S per lane
-constexpr int dims = (d + 31) / 32;       // columns of O per lane
+constexpr int rows = Br / warps;          // rows of S and O per thread: those of its warp
+constexpr int cols = Bc / 32;             // columns of S per thread
+constexpr int dims = (d + 31) / 32;       // columns of O per thread
 
 // One block per tile of Q. Line numbers are those of Algorithm 1.
 __global__ void __launch_bounds__(threads, 3) forward_kernel(FwdParams p) {
@@ -77,7 +82,7 @@ __global__ void __launch_bounds__(threads, 3) forward_kernel(FwdParams p) {
     float S_reg[rows][cols] = {};                                        // line 8: S_ij = Q_i K_j^T
     for (int k = 0; k < d; k++) {
       for (int c = 0; c < cols; c++) {
-        const float key = K_smem[(lane + 32 * c) * (d + 1) + k];   // a key per lane; Q: all the same
+        const float key = K_smem[(lane + 32 * c) * (d + 1) + k];   // one key per lane, one Q for all
         for (int r = 0; r < rows; r++) S_reg[r][c] += Q_smem[(warp * rows + r) * d + k] * key;
       }
     }

@@ -93,6 +93,11 @@ def parse(*arguments):
     return args
 
 
+def best_forward():
+    """The name of the stage that a call takes without one."""
+    return flash.find_stage(None, torch.float32, torch.device("cpu")).name
+
+
 def rows(data, name):
     return [row for row in data["results"] if row["name"] == name]
 
@@ -164,6 +169,7 @@ def test_traffic(tmp_path, capsys):
         assert (row["hbm_read_bytes"], row["hbm_written_bytes"]) == (hbm.read, hbm.written)
         assert row["hbm_unique_bytes"] == hbm.unique_read + hbm.unique_written
         assert row["shared_bytes"] == max(kernel.shared_bytes for kernel in report.kernels)
+        assert row["shared_wavefronts"] == sum(a.units for a in report.accesses if a.memory == "shared")
         assert row["findings"] == [] and row["inspected_ms"] > row["median_ms"] > 0
         assert f"{bench_report.size(hbm.total)}  {bench_report.number(naive / hbm.total):>6}" in shown
         assert f" | {bench_report.size(hbm.total)}" in bench.results_table(data).replace("**", "")
@@ -181,7 +187,7 @@ def test_race_with_a_right_result(tmp_path, capsys, monkeypatch):
     status, data = run(tmp_path, "--seqlens", "32", "--stages", "naive,flash2")
     row, = rows(data, "flash2")
     assert status == 1 and row["status"] == "wrong" and row["error"] < row["allowed_error"]
-    assert row["message"] == row["findings"][0] and "race in flash2_kernel on P_smem" in row["message"]
+    assert row["message"] == row["findings"][0] and "race in forward_kernel on P_smem" in row["message"]
     assert row["median_ms"] is row["tflops"] is None and rows(data, "naive")[0]["status"] == "ok"
     shown = capsys.readouterr().out
     assert "WRONG" in shown and row["message"] in shown
@@ -363,6 +369,14 @@ def test_peer_that_refuses(tmp_path, capsys):
     ("--inspect naive,flash2", "no forward stage 'naive,flash2'"),
     ("--inspect nowhere.cuh", "error: --inspect: there is no file nowhere.cuh"),
     ("--inspect nowhere.cuh --pass bwd", "error: --inspect: there is no file nowhere.cuh"),
+    ("--stages naive,nowhere.cuh", "error: --stages: there is no file nowhere.cuh"),
+    ("--stages naive,no/where --pass all", "error: --stages: there is no file no/where"),
+    ("--stages stages/", "error: --stages: there is no file stages/"),
+    ("--stages naive,stages/bwd_01_naive.cuh", "bwd_01_naive.cuh is a backward stage: add --pass bwd"),
+    ("--pass bwd --stages stages/fwd_01_naive.cuh", "naive.cuh is a forward stage: add --pass fwd"),
+    ("--pass fwd,bwd --stages stages/bwd_01_naive.cuh",
+     "--stages: --pass fwd has none of stages/bwd_01_naive.cuh"),
+    ("--dtype bf16 --stages stages/fwd_01_naive.cuh", "stages/fwd_01_naive.cuh: does not take bf16"),
     ("--inspect flash2 --seqlens 64,128", "--inspect: takes one N; --seqlens has 64, 128"),
     ("--sweep flash2 --seqlens 64,128", "--sweep: takes one N; --seqlens has 64, 128"),
     ("--sweep flash2 --pass fwd,bwd", "--sweep: takes one pass; --pass has fwd, bwd"),
@@ -545,7 +559,7 @@ def test_gradients(tmp_path, capsys, direction, flops):
     assert bench_report.columns(data) == columns and bench.results_table(data).startswith(
         f"| {' | '.join(columns)} |\n|---|")
     assert max(map(len, shown.split("Ceiling")[0].splitlines())) <= 100 and "…" not in shown
-    before = f"O and L are made before, by {STAGES[-1]}."
+    before = f"O and L are made before, by {best_forward()}."
     assert (before in shown) == (before in bench.results_table(data)) == (direction == "bwd")
     for plot in ("time", "memory", "tflops", "hbm"):
         png = tmp_path / f"bench_{direction.replace('+', '_')}_{plot}.png"
@@ -569,22 +583,28 @@ def test_all_passes(tmp_path, capsys):
 
 
 def test_pairs(monkeypatch):
-    """A backward stage runs after its namesake, else after the last one before the next pair of namesakes."""
-    ladders = {"fwd": ["naive", "tiled", "flash2", "vectorized", "wmma", "mma"],
-               "bwd": ["naive", "recompute", "deterministic", "vectorized", "mma", "newer"]}
+    """A backward stage runs after its namesake, else after the parent of the next namesake on its branch,
+    else as the stage does that it grew from."""
+    ladders = {"fwd": {"naive": "", "tiled": "naive", "flash2": "tiled", "vectorized": "flash2",
+                       "mma": "flash2", "swizzle": "mma", "cp_async": "swizzle"},
+               "bwd": {"naive": "", "recompute": "naive", "deterministic": "recompute",
+                       "vectorized": "recompute", "mma": "recompute", "split": "mma", "cp_async": "split",
+                       "newer": "cp_async"}}
     example, = (stage for stage in flash.stages("fwd") if stage.name == "naive")
+    best = flash.find_stage(None, torch.float32, torch.device("cpu"))
     monkeypatch.setattr(flash, "stages", lambda direction: [
-        dataclasses.replace(example, number=i, name=name, direction=direction)
-        for i, name in enumerate(ladders[direction], 1)])
+        dataclasses.replace(example, number=i, name=name, after=after, direction=direction)
+        for i, (name, after) in enumerate(ladders[direction].items(), 1)])
     both, backward = (parse("--pass", direction) for direction in ("fwd+bwd", "bwd"))
     pairs = [bench.forward_stage(stage, both).name for stage in both.stages]
-    assert pairs == ["naive", "flash2", "flash2", "vectorized", "mma", "mma"]
+    assert pairs == ["naive", "flash2", "flash2", "vectorized", "mma", "swizzle", "cp_async", "cp_async"]
     labels = [bench.of_stage(stage, both).label for stage in both.stages]
     assert labels == ["naive", "flash2 + recompute", "flash2 + deterministic", "vectorized", "mma",
-                      "mma + newer"]
-    assert {bench.forward_stage(stage, backward).name for stage in backward.stages} == {"mma"}
-    mine = dataclasses.replace(backward.stages[0], number=0, name="mine")
-    assert bench.forward_stage(mine, both).name == "mma"
+                      "swizzle + split", "cp_async", "cp_async + newer"]
+    assert {bench.forward_stage(stage, backward) for stage in backward.stages} == {best}
+    mine = dataclasses.replace(backward.stages[0], number=0, name="mine", after="recompute")
+    assert bench.forward_stage(mine, both).name == "flash2"
+    assert bench.forward_stage(dataclasses.replace(mine, after=""), both) == best
 
 
 @pytest.mark.parametrize("name", BACKWARD)
@@ -696,7 +716,7 @@ def test_inspect_the_backward_pass(tmp_path, capsys):
     status, data, plot = inspect(tmp_path, "naive", "--pass", "bwd", *arguments)
     assert status == 0 and plot and data["findings"] == [] and data["error"] == ""
     assert [file.name for file in tmp_path.glob("*.json")] == ["inspect_bwd_naive.json"]
-    assert data["arguments"] == {"pass": "bwd", "stages": ["naive"], "forward": [STAGES[-1]]}
+    assert data["arguments"] == {"pass": "bwd", "stages": ["naive"], "forward": [best_forward()]}
     assert "Attention backward" in capsys.readouterr().out
     kernels = [kernel["name"] for kernel in data["kernels"]]
     assert kernels == ["scores_kernel", "softmax_kernel", "dQ_kernel", "dKV_kernel"]
@@ -725,7 +745,7 @@ def test_shapes_of_ratios(tmp_path):
         assert (args.direction, args.dtype, args.causal, N) == (
             shape.direction, shape.dtype, shape.causal, shape.N)
         assert args.batch * N == 16384 and args.H * args.head_dim == 2048 or shape.heads in ("12", "8:1")
-        assert stage.name == ("vectorized" if shape.dtype == "fp32" else "cp_async")
+        assert stage == flash.find_stage(None, flash.DTYPES[shape.dtype], args.device, stage.direction)
         assert args.peers == shape.peers.split(",")
     heads = {(s.heads, s.d, s.peers) for s in all_of_them if s.dtype == "bf16"}
     assert heads == {("32", 64, "flash"), ("16", 128, "flash"), ("8", 256, "flash"),
@@ -777,3 +797,48 @@ def test_ratios_need_a_gpu(tmp_path, monkeypatch, capsys):
             ratios.main(wrong)
         assert why in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
+
+
+# ---------------------------------------------------------------------------------------- files of one's own
+def copy_of(stage, direction, file):
+    """A stage with a header of its own, in a file."""
+    text, = (s.path.read_text() for s in flash.stages(direction) if s.name == stage)
+    file.parent.mkdir(exist_ok=True)
+    file.write_text(text.split("\n", 1)[1])  # without the first line, which says for which pass it is
+    return str(file)
+
+
+@pytest.mark.usefixtures("no_plots")
+def test_files_beside_stages(tmp_path, capsys):
+    """Each pass takes the files that are for it, by their parameters; a file may be called as a stage is."""
+    forward = copy_of("flash2", "fwd", tmp_path / "flash2.cuh")
+    backward = copy_of("recompute", "bwd", tmp_path / "mine.cuh")
+    assert bench.main([*TINY, "--out", str(tmp_path), "--pass", "fwd,bwd", "--seqlens", "32", "--peers",
+                       "none", "--stages", f"{backward},flash2,{forward}"]) == 0
+    shown = capsys.readouterr().out
+    labels = {file.stem: [(row["label"], row["status"]) for row in json.loads(file.read_text())["results"]]
+              for file in tmp_path.glob("*.json")}
+    assert labels == {"bench_fwd": [("flash2", "ok"), ("flash2.cuh", "ok")],
+                      "bench_bwd": [("mine.cuh", "ok")]}
+    assert "flash2.cuh" in shown and "mine.cuh" in shown
+
+
+def test_files_by_mode(tmp_path, monkeypatch, capsys):
+    """A path has a slash, or ends in .cuh. With fwd+bwd, a file runs after its parent's forward stage."""
+    file = copy_of("recompute", "bwd", tmp_path / "mine.cuh")
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine").mkdir()
+    plain = copy_of("flash2", "fwd", tmp_path / "mine" / "plain")
+    for arguments in (["--stages", "mine.cuh"], ["--inspect", "mine.cuh"], ["--sweep", file]):
+        args = parse("--pass", "bwd", *arguments)
+        assert [(stage.name, stage.direction) for stage in args.stages] == [("mine", "bwd")]
+    assert [stage.name for stage in parse("--stages", "naive,mine/plain").stages] == ["naive", "plain"]
+    assert len(parse("--stages", f"mine/plain,{plain},flash2").stages) == 2  # it is one file
+    own = tmp_path / "mine.cuh"
+    own.write_text(own.read_text().replace("after:   naive", "after:   recompute"))
+    both = parse("--pass", "fwd+bwd", "--stages", "mine.cuh")
+    assert bench.of_stage(*both.stages, both).label == "flash2 + mine.cuh"
+    (tmp_path / "mine" / "mine.cuh").write_text(own.read_text())
+    with pytest.raises(SystemExit):
+        parse("--stages", "mine.cuh,mine/mine.cuh", "--pass", "bwd")
+    assert "two files are called mine.cuh" in capsys.readouterr().err

@@ -368,6 +368,9 @@ def derived_bytes(stage: str, N: int, d: int, Br: int, Bc: int) -> int:
     return 4 * numbers
 
 
+KEYS_TWICE = ("register_tiles", "vectorized", "conflict_free", "fp32_tuned")     # read K as it is, and once more to transpose it
+
+
 def derived_backward_bytes(stage: str, N: int, d: int, Br: int, Bc: int) -> int:
     """The same of a backward stage, for two query heads that share a key head."""
     numbers = 0
@@ -396,6 +399,7 @@ def derived_backward_bytes(stage: str, N: int, d: int, Br: int, Bc: int) -> int:
         numbers += 2 * N * (2 * d + 2 + 1)               # O, dO; L, dL; D
         for keys in tiles_of_k:
             numbers += 2 * keys * d + 2 * keys * d       # K_j, V_j; dK_j, dV_j
+            numbers += keys * d * (stage in KEYS_TWICE)  # K_j, to be transposed
             numbers += sum(2 * rows * d + 2 * rows for rows in tiles_of_q)       # Q_i, dO_i; L_i, D_i
         if stage == "deterministic":
             for rows in tiles_of_q:
@@ -518,7 +522,14 @@ def test_backward_requests_as_measured(stage):
     check_counts(report, [row for row in measured_rows("bwd") if row["stage"] == stage])
 
 
-CONFLICTS = {"fwd_07_mma": {"Q_smem": 8, "K_smem": 8, "V_smem": 8}}     # that its header admits: reads
+CONFLICTS = {        # that their headers admit
+    "fwd_07_mma": {"Q_smem": 8, "K_smem": 8, "V_smem": 8},
+    "bwd_04_register_tiles": dict.fromkeys(("KT_smem", "VT_smem"), 32) | dict.fromkeys(
+        ("Q_smem", "dO_smem", "P_smem", "dS_smem"), 4),
+    "bwd_05_vectorized": dict.fromkeys(("KT_smem", "VT_smem"), 16) | dict.fromkeys(
+        ("Q_smem", "dO_smem", "dS_smem"), 2),
+}
+STORED_WITH_CONFLICTS = ("register_tiles", "vectorized")
 
 
 @pytest.mark.parametrize("stage", flash.stages(), ids=lambda s: s.path.stem)
@@ -536,7 +547,8 @@ def test_no_bank_conflicts(stage):
         assert bool(shared) == (stage.name != "naive") and report.findings == []
         conflicts = {access.array: access.ways for access in shared if access.units > access.ideal}
         assert conflicts == CONFLICTS.get(stage.path.stem, {})
-        assert all(access.kind == "read" for access in shared if access.units > access.ideal)
+        assert stage.name in STORED_WITH_CONFLICTS or all(
+            access.kind == "read" for access in shared if access.units > access.ideal)
 
 
 def test_unique_bytes():
@@ -748,6 +760,9 @@ OUT_OF_BOUNDS_BACKWARD = [
     ("recompute", r"if \(row >= p\.N_q\) continue;", "", {"dQ"}),
     ("recompute", r"if \(k < d\) atomicAdd", "atomicAdd", {"dQ"}),
     ("deterministic", r"i \* Br, Br, p\.N_q", "i * Br, Br, 1 << 20", {"Q", "dO"}),
+    ("fp32_tuned", r"row \+ n \* tile_step < N && ", "", {"Q", "dO"}),
+    ("fp32_tuned", r"if \(k >= d\) continue;", "", {"dQ", "dK", "dV"}),
+    ("fp32_tuned", r"row < p\.N_q \? ", "true ? ", {"L", "D"}),
 ]
 
 
@@ -814,7 +829,7 @@ def test_report_as_text_and_dict():
     report = inspected("flash2", 64)
     text = str(report)
     assert repr(report) == text and max(map(len, text.splitlines())) <= 120
-    assert "No findings" in text and "flash2_kernel: 2 blocks of 256 threads" in text
+    assert "No findings" in text and "forward_kernel: 2 blocks of 256 threads" in text
     assert re.search(r"fwd_04_flash2.cuh:\d+  const float key = K_smem", text)
     assert re.search(r"tile.cuh:\d+  tile\[row \* pitch \+ k\]", text)
     assert "read K, 4 B a lane, called at fwd_04_flash2.cuh:" in text
@@ -945,7 +960,7 @@ def test_other_threads_are_not_watched():
         thread.start()
         o = flash.attention(q, k, v, stage="flash2")
         thread.join()
-    assert [kernel.name for kernel in report.kernels] == ["flash2_kernel"]
+    assert [kernel.name for kernel in report.kernels] == ["forward_kernel"]
     assert torch.allclose(o, results[0], atol=1e-5)
 
 

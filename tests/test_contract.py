@@ -455,10 +455,3 @@ def test_a_file_of_ones_own_has_its_own_name(tmp_path):
     mine = tmp_path / "mine.cuh"
     mine.write_text(flash.stages("fwd")[-1].path.read_text())
     assert flash.read_stage(mine).name == "mine"
-
-
-def test_table(capsys):
-    flash.main()
-    printed = capsys.readouterr().out
-    assert all(name in printed for name in STAGES)
-    assert (torch.cuda.get_device_name() if torch.cuda.is_available() else "in the simulator") in printed

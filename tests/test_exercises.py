@@ -20,10 +20,12 @@ from tutorials.exercises import (
     problem_of,
 )
 from tutorials.exercises import __main__ as cli
-from tutorials.exercises.exercise import code_lines, sections, with_sections
+from tutorials.exercises.exercise import COMMON, code_lines, inlined, sections, with_sections
 from tutorials.exercises.grade import Refused, check_determinism, judge
 
 ONE = find(5)  # for what is the same in all of them
+# Sections of stages/common that stages of their own still have: those are what is asked
+NOT_ASKED = [("mma.cuh", "from an accumulator to A"), ("swizzle.cuh", "its index")]
 # Wrong answers of each exercise that are tried in every run: the first ones; FLASH_ALL_MUTANTS=1: all
 TRIED = None if os.environ.get("FLASH_ALL_MUTANTS") else 4
 
@@ -54,19 +56,22 @@ def test_the_catalog():
 
 def test_every_section_of_a_stage_is_an_exercise():
     """And each begins and ends; their comments change nothing else."""
-    asked = {(e.path, title) for e in EXERCISES for title in e.sections}
-    there = {(s.path, title) for s in flash.stages() for title in sections(s.path.read_text())}
-    assert asked == there
+    asked = {(e.file_of(title), title) for e in EXERCISES for title in e.sections}
+    files = [*(s.path for s in flash.stages()), *COMMON.glob("*.cuh")]
+    there = {(file, title) for file in files for title in sections(file.read_text())}
+    assert asked == there - {(COMMON / name, title) for name, title in NOT_ASKED}
 
 
 @pytest.mark.parametrize("exercise", EXERCISES, ids=lambda e: e.file_name[:-4])
 def test_the_learners_file(exercise):
     """A stage like its reference, whose lines for the registry are the same; with the task and the hints."""
-    text, reference = exercise.learners_file(), exercise.path.read_text()
+    text, reference = exercise.learners_file(), exercise.reference()
     assert text.split("\n")[0] == reference.split("\n")[0]
     assert f"{'BUG HUNT' if exercise.is_hunt else 'EXERCISE'} {exercise.number}: {exercise.title}" in text
     assert text.count("#pragma region Hint") == text.count("#pragma endregion") == len(exercise.hints)
     assert max(map(len, text.split("\n"))) <= 110
+    for name in exercise.common:
+        assert f"common/{name}, in place of its #include" in text and f'#include "common/{name}"' not in text
     for title, answer in exercise.answers().items():
         assert code_lines(answer) and not code_lines(sections(text)[title])
     solved = exercise.solved()
@@ -74,6 +79,18 @@ def test_the_learners_file(exercise):
         reference.split("#pragma once")[1])
     for change in exercise.broken:  # no comment that was not there says what is wrong
         assert not re.search(r"//.*(bug|wrong|broken|missing|removed)", change.new)
+
+
+def test_a_common_file_in_place_of_its_include():
+    """Once, with those that include it; others are included as before."""
+    names = ("launch", "rowsum", "warp")
+    stage = "".join(["#pragma once\n", *(f'#include "common/{name}.cuh"\n' for name in names)])
+    text = inlined(stage, "warp.cuh")
+    assert text.count("#pragma once") == text.count("float warp_sum(") == 1
+    assert "void launch_D_kernel(" in text
+    assert '#include "common/launch.cuh"' in text and "common/warp.cuh is above" in text
+    with pytest.raises(ValueError, match="does not include mask.cuh"):
+        inlined(stage, "mask.cuh")
 
 
 # ------------------------------------------------------------------------------------ verdicts

@@ -19,6 +19,7 @@ from conftest import (
 )
 
 import flash
+from tutorials.exercises.exercise import inlined
 
 BY_NAME = {s.name: s for s in flash.stages("fwd")}
 BACKWARD = {s.name: s for s in flash.stages("bwd")}
@@ -35,8 +36,8 @@ MUTANTS = [
         (stage, what, pattern, replacement)
         for stage in ("tiled", "flash2")   # those of naive and online_softmax are with the exercises
         for what, pattern, replacement in [
-            ("the mask off by one", r"col <= row \+ p.diagonal", "col < row + p.diagonal"),
-            ("the mask from the wrong corner", r"col <= row \+ p.diagonal", "col <= row"),
+            ("the mask off by one", r"col <= row (\+ (?:p\.)?diagonal)", r"col < row \1"),
+            ("the mask from the wrong corner", r"col <= row \+ (p\.)?diagonal", "col <= row"),
             ("scale missing", r"\? p.scale \* ", "? "),
             ("the wrong key head", r"h / \(p.H / p.H_kv\)", "h % p.H_kv"),
             ("L without the maximum", r"(m|m\[r(?:ow)?\]) \+ logf", "logf"),
@@ -44,7 +45,7 @@ MUTANTS = [
             ("0 / 0 for such a row", r"l(\[r\]|\[row\]|_new\[r\])? == 0.f", "false"),
         ]
     ),
-    *((stage, "keys past the end", r"col < p.N_k && \(", "(") for stage in ("online_softmax", "flash2")),
+    *((stage, "keys past the end", r"col < (p\.)?N_k && \(", "(") for stage in ("online_softmax", "flash2")),
     ("naive", "one key too few", r"col < p.N_k; col\+\+\) o", "col < p.N_k - 1; col++) o"),
     ("online_softmax", "old output not rescaled", r"l_old\[r\] \* alpha\[r\] \* \*o", "l_old[r] * *o"),
     ("online_softmax", "new output not rescaled", r"beta\[r\] \* O_reg", "O_reg"),
@@ -58,7 +59,8 @@ MUTANTS = [
     ("flash2", "the erratum: diag(...)^-1", r"O_reg\[r\]\[c\] \*= alpha", "O_reg[r][c] /= alpha"),
     ("flash2", "output not rescaled", r"O_reg\[r\]\[c\] \*= alpha", "O_reg[r][c] *= 1.f"),
     ("flash2", "sum not rescaled", r"alpha \* l\[r\]", "l[r]"),
-    ("flash2", "causal: a tile of keys too few", r"\(i \+ 1\) \* Br \+ p.diagonal", "i * Br + p.diagonal"),
+    ("flash2", "causal: a tile of keys too few", r"seen_by\(\(i \+ 1\) \* BLOCK_R - 1\)",
+     "seen_by(i * BLOCK_R)"),
     ("flash2", "maximum of the lane, not of the row", r"m_new = warp_max\(m_new\);", ""),
     *((stage, "V with the rows of K", r"p.V.stride_n", "p.K.stride_n") for stage in BY_NAME),
     *((stage, "K with the rows of Q", r"p.K.stride_n", "p.Q.stride_n") for stage in BY_NAME),
@@ -162,7 +164,7 @@ BACKWARD_MUTANTS = [
         for stage in ("recompute",)        # those of naive are with the exercises
         for what, pattern, replacement in [
             ("dO with the rows of Q", r"p\.dO\.stride_n", "p.Q.stride_n"),
-            ("the mask off by one", r"col <= row \+ p\.diagonal", "col < row + p.diagonal"),
+            ("the mask off by one", r"col <= row \+ diagonal", "col < row + diagonal"),
             ("D omitted", r" - D(_row)?\)", ")"),
             ("scale missing on dK", r"p\.scale \* (dk;|dK_reg)", r"\1"),
             ("scale missing on dQ", r"p\.scale \* (dq;|dQ_reg)", r"\1"),
@@ -180,13 +182,13 @@ BACKWARD_MUTANTS = [
     ("recompute", "scale missing in S", r"expf\(p\.scale \* ", "expf("),
     ("recompute", "dL with the wrong sign", r"sum -= p\.dL", "sum += p.dL"),
     ("recompute", "O with the rows of dO", r"p\.O\.stride_n", "p.dO.stride_n"),
-    ("recompute", "dL of a row that sees no key", r"p\.L\[at\] == -INFINITY \? 0\.f : sum", "sum"),
+    ("recompute", "dL of a row that sees no key", r"p\.L\[\w+\] == -INFINITY \? 0\.f : sum", "sum"),
     ("recompute", "dQ not set to 0", r"if \(clear_dQ\) dQ\[k\] = 0\.f;", ""),
     ("recompute", "workspace too small", r"p\.B \* p\.H \* p\.N_q; \}", "p.B * p.N_q; }"),
-    ("recompute", "keys past the end", r"col < p\.N_k && \(", "("),
+    ("recompute", "keys past the end", r"col < N_k && \(", "("),
     ("recompute", "L of the wrong head", r"p\.L\[first_row \+ row\]", "p.L[row]"),
     ("recompute", "L of the wrong row", r"p\.L\[first_row \+ row\]", "p.L[first_row + warp * rows + r]"),
-    ("recompute", "causal: a tile of Q too few", r"(max\(j \* Bc - p\.diagonal, 0\) / Br)", r"\1 + 1"),
+    ("recompute", "causal: a tile of Q too few", r"(max\(j \* BLOCK_C - diagonal, 0\) / BLOCK_R)", r"\1 + 1"),
     ("recompute", "P not transposed", r" P_smem\[row \* Bc \+ (.*?)\]", r" P_smem[(\1) * Bc + row]"),
     ("recompute", "Q in the place of dO", r"\* gradient;", "* query;"),
     ("recompute", "dQ of one block alone", r"atomicAdd\((dQ .*?), (.*)\);", r"*(\1) = \2;"),
@@ -197,27 +199,38 @@ BACKWARD_MUTANTS = [
             ("dO with the rows of Q", r"p\.dO\.stride_n", "p.Q.stride_n"),
             ("K with the rows of V", r"p\.K\.stride_n", "p.V.stride_n"),
             ("dQ with the rows of dO", r"p\.dQ\.stride_n", "p.dO.stride_n"),
-            ("the mask off by one", r"col <= row \+ p\.diagonal", "col < row + p.diagonal"),
+            ("the mask off by one", r"mask\.sees\(row, col\)", "mask.sees(row, col + 1)"),
             ("the wrong key head", r"h / \(p\.H / p\.H_kv\)", "h % p.H_kv"),
             ("D omitted", r" - D_row\)", ")"),
-            ("keys past the end", r"col < p\.N_k && \(", "("),
-            ("causal: a tile of keys too few", r"\(i \+ 1\) \* Br \+ p\.diagonal", "i * Br + p.diagonal"),
+            ("keys past the end", r"mask\.sees\(row, col\)", "mask.sees(row, min(col, p.N_k - 1))"),
+            ("causal: a tile of keys too few", r"j < mask\.end_j\(i\)", "j < mask.cut_j(i)"),
             ("past its end", r"if \(row >= p\.N_q\) continue;", ""),
             ("past its row", r"if \(k < d\) dQ", "dQ"),
         ]
     ),
+    ("register_tiles", "K not transposed", r"4 \* width, KT_smem, Bc", "4 * width, K_smem, width"),
+    ("register_tiles", "other rows of Q", r"4 \* width, KT_smem", "width, KT_smem"),
+    ("register_tiles", "keys of another lane", r"dK_row = (.*?) \+ lane / 8 \* 4", r"dK_row = \1 + lane / 8"),
+    ("register_tiles", "columns one after the other", r"x / 4 \* step \+ x % 4", "x"),
+    ("vectorized", "one step of four", r"four\[r\]\[e\]", "four[r][0]"),
+    ("vectorized", "one column of dV twice", r"dV_reg\[r\]\[c \+ 1\]", "dV_reg[r][c]"),
+    ("vectorized", "dS four keys further on", r"store4\(dS_smem \+ to,", "store4(dS_smem + (to ^ 4),"),
+    ("conflict_free", "Q swizzled, and not swizzled back", r"4 \* odd, KT_smem", "0, KT_smem"),
+    ("conflict_free", "V swizzled, and not swizzled back", r"VT_smem, Bc, 16", "VT_smem, Bc, 0"),
+    ("conflict_free", "P swizzled, and not swizzled back", r"dK_row, 0, row % 2 \* 16", "dK_row, 0, 0"),
+    ("conflict_free", "dS of even rows swizzled", r"4 \* Bc, 16 \* odd", "4 * Bc, 16 - 16 * odd"),
     *(
-        ("vectorized", what, pattern, replacement)
+        ("fp32_tuned", what, pattern, replacement)
         for what, pattern, replacement in [
             ("dV with the rows of dK", r"p\.dV\.stride_n", "p.dK.stride_n"),
-            ("the mask off by one", r"col <= row \+ p\.diagonal", "col < row + p.diagonal"),
-            ("a tile on the diagonal not masked", r"\(j \+ 1\) \* Bc - 1 > i \* Br", "j * Bc > i * Br"),
-            ("a ragged tile not masked", r"\(j \+ 1\) \* Bc > p\.N_k", "false"),
+            ("the mask off by one", r"mask\.sees\(row, col\)", "mask.sees(row, col + 1)"),
+            ("a tile on the diagonal not masked", r"mask\.cuts\(i, j\)", "(i + 1) * Br > p.N_q"),
             ("D omitted", r" - D_row\[r\]", ""),
             ("P to the base 2", r"LOG2_E \* \(", "("),
-            ("L of the wrong head", r"\(\(int64_t\)b \* p\.H \+ h\) \* p\.N_q \+ row;", "row;"),
-            ("the next head too late", r"next_h\+\+", "next_h += 0"),
-            ("K not swapped", r"row % 4 \* 8", "0"),
+            ("L of the wrong head", r"p\.L\[first_row \+ row\]", "p.L[row]"),
+            ("the next head too late", r"i \+ 1 < Tr \? h : h \+ 1", "h"),
+            ("the same tile again", r"i \+ 1 < Tr \? i \+ 1 :", "i + 1 < Tr ? i :"),
+            ("K not swizzled", r"row % 2 \* 4\), x", "0), x"),
             ("dK past its end", r"if \(col >= p\.N_k\) continue;", ""),
         ]
     ),
@@ -342,18 +355,17 @@ ALL_MUTANTS = [*((BY_NAME[stage], *rest) for stage, *rest in MUTANTS),
                *((BACKWARD[stage], *rest) for stage, *rest in BACKWARD_MUTANTS)]
 
 
-def with_rowsum(stage) -> str:
-    """A stage's text, with the kernel for D in the place of its #include, so that it can be broken, too."""
-    rowsum = (flash.STAGES / "common" / "rowsum.cuh").read_text()
-    rowsum = rowsum.replace("#pragma once\n", "").replace('"warp.cuh"', '"common/warp.cuh"')
-    return stage.path.read_text().replace('#include "common/rowsum.cuh"\n', rowsum)
+def with_common(stage) -> str:
+    """A stage's text, with what it includes of stages/common in place: to be broken, too."""
+    text = stage.path.read_text()
+    return inlined(text, *re.findall(r'#include "common/(.*)"', text))
 
 
 @pytest.mark.parametrize(
     "stage, what, pattern, replacement", ALL_MUTANTS, ids=[f"{name_of(m[0])}-{m[1]}" for m in ALL_MUTANTS]
 )
 def test_mutant_is_caught(stage, what, pattern, replacement, tmp_path):
-    text, count = re.subn(pattern, replacement, with_rowsum(stage))
+    text, count = re.subn(pattern, replacement, with_common(stage))
     assert count, f"{pattern} is not in {stage} any more"
     mutant = tmp_path / f"{stage.name}.cuh"
     mutant.write_text(text)

@@ -16,7 +16,6 @@ except RuntimeError as error:
     NVCC, WHY_NOT = None, str(error)
 
 SHARED_MEMORY = {"sm_75": 64 * 1024, "sm_80": 163 * 1024, "sm_90a": 227 * 1024}     # of a block
-FAST = ["vectorized", "cp_async"]
 
 
 def number(architecture: str) -> int:
@@ -56,16 +55,16 @@ def compile_stage(stage: flash.Stage, architecture: str, d: int, causal: bool, f
 @pytest.mark.skipif(NVCC is None, reason=WHY_NOT)
 @pytest.mark.parametrize("stage, deterministic, architecture", BUILDS)
 def test_compiles_without_spills(stage, deterministic, architecture, tmp_path):
-    """No warning; every array in registers: no stack frame, no spilled byte. Of the fast stages, with all
+    """No warning; every array in registers: no stack frame, no spilled byte. Of the defaults, with all
     the tiles that calls get there; and more cases for the GPU that they are measured on. Of the others one
-    case for sm_80: they are compiled for others as well."""
+    case for each architecture but that."""
     cases = [(64, True), (128, False), (256, True)]
-    if stage.name not in FAST and architecture == "sm_80":
+    if not stage.default and architecture != "sm_90a":
         del cases[1:]
     able = types_on(architecture, stage)
-    for d, causal in cases + [(64, False), (128, True)] * (stage.name in FAST and architecture == "sm_90a"):
+    for d, causal in cases + [(64, False), (128, True)] * (bool(stage.default) and architecture == "sm_90a"):
         dtype = able[-1] if d == 128 else able[0]
-        if stage.name not in FAST:
+        if not stage.default:
             chosen = [stage.default_tiles(d, causal=causal)]
         elif stage.fits(d, SHARED_MEMORY[architecture]):
             chosen = [stage.tiles(d, SHARED_MEMORY[architecture], 1 << n, causal) for n in (0, 15, 20)]

@@ -230,9 +230,18 @@ def test_every_stage_is_in_the_ladder():
 
 @pytest.mark.parametrize("direction", ["fwd", "bwd"])
 def test_every_stage_is_in_the_file_that_is_compiled(direction):
+    """With its idea, and its parent where that is not the one before it. Else: make readme."""
     text = (flash.ROOT / f"flash_{direction}.cu").read_text()
-    listed = re.findall(r"^//   stages/(\w+\.cuh) ", text, re.M)
-    assert listed == [s.path.name for s in flash.stages(direction)]
+    assert text == readme.listed(text, direction)
+    words = re.sub(r"\n// +", " ", text)
+    for s in flash.stages(direction):
+        file = re.escape(s.path.name)
+        assert re.search(rf"stages/{file} +(\(after {s.after}\) )?{re.escape(s.idea)}", words)
+    first = "//   stages/"
+    stale = text.replace(first, f"{first}old.cuh   an idea\n//                     of old\n{first}", 1)
+    assert readme.listed(stale, direction) == text
+    with pytest.raises(AssertionError, match="has no list of stages"):
+        readme.listed("", direction)
 
 
 def test_links_lead_somewhere():

@@ -702,10 +702,9 @@ def test_gdb_stops_in_a_stage_at_a_thread():
     out = process.stdout + process.stderr
     if "ptrace" in out and "hit Breakpoint" not in out:
         pytest.skip("gdb may not trace processes here")
-    assert re.search(rf"hit Breakpoint 1, flash2_kernel \(p=.*\) at {re.escape(str(stage))}:{line}\n", out), (
-        out
-    )
+    stopped = rf"hit Breakpoint 1, forward_kernel \(p=.*\) at {re.escape(str(stage))}:{line}\n"
+    assert re.search(stopped, out), out
     assert re.search(rf"^{line}\s.*S_reg\[r\]\[c\] \+=", out, re.M)
     for number, value in enumerate((37, 1, 1, 5), 1):
         assert re.search(rf"^\${number} = {value}$", out, re.M), out
-    assert re.search(r"^#0  flash2_kernel", out, re.M)
+    assert re.search(r"^#0  forward_kernel", out, re.M)

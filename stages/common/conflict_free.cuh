@@ -1,6 +1,7 @@
 // Layouts of lanes and of transposed tiles that leave no bank conflict. Introduced by: forward stage 7,
 // conflict_free.
 #pragma once
+#include "vector.cuh"
 
 // A warp as 4 x 8 lanes, for a tile of S whose rows its 4 share and whose columns its 8 share:
 //
@@ -29,4 +30,17 @@ __device__ __forceinline__ void store_transposed(float* tile, int pitch, int row
   to[pitch] = x.y;
   to[2 * pitch] = x.z;
   to[3 * pitch] = x.w;
+}
+
+// As load_transposed4 (common/vector.cuh), without a bank conflict, and times `scale`.
+template <int threads>
+__device__ __forceinline__ void load_swizzled4(float* tile, int pitch, const float* matrix, int64_t stride_n,
+                                               int first, int tile_rows, int N, float scale = 1.f) {
+  for (int n = 0; n * threads < tile_rows * HEAD_DIM / 4; n++) {
+    const int2 at = nth_float4<2, threads>(n, tile_rows);
+    if (HEAD_DIM % 32 != 0 && 4 * at.y >= HEAD_DIM) continue;
+    float4 x = make_float4(0.f, 0.f, 0.f, 0.f);
+    if (first + at.x < N) x = load4(matrix + (first + at.x) * stride_n + 4 * at.y);
+    store_transposed(tile, pitch, at.x, at.y, make_float4(scale * x.x, scale * x.y, scale * x.z, scale * x.w));
+  }
 }

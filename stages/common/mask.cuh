@@ -19,9 +19,8 @@ struct Mask {
     return c < (CAUSAL ? min(N_k - col, row + 1 + diagonal - col) : N_k - col);
   }
 
-  // Tile i of Q, causal: row q sees q + 1 + diagonal keys. The last row of the tile, (i + 1) * Br - 1, sees
-  // most: S_ij is skipped from j = end_j(i) on. The first row, i * Br, sees fewest: S_ij is whole before
-  // cut_j(i).
+  // Tile i of Q, causal: its last row, (i + 1) * Br - 1, sees the most keys. From j = end_j(i) on S_ij is
+  // skipped. Its first row, i * Br, sees the fewest keys: before j = cut_j(i) S_ij is whole.
   __device__ int end_j(int i) const { return ceil_div(seen_by((i + 1) * BLOCK_R - 1), BLOCK_C); }
   __device__ int cut_j(int i) const { return seen_by(i * BLOCK_R) / BLOCK_C; }
 
@@ -34,6 +33,7 @@ struct Mask {
 
  private:
   // --- how many keys a row sees
+  // causal: the keys 0 to row + diagonal
   __device__ int seen_by(int row) const { return CAUSAL ? max(min(N_k, row + 1 + diagonal), 0) : N_k; }
   // ---
 };

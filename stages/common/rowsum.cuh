@@ -2,15 +2,15 @@
 #pragma once
 #include "warp.cuh"
 
-constexpr int D_rows = 8;                 // of a block, one per warp
+constexpr int D_rows = 8;                 // per block: one per warp
 
-// With clear_dQ the rows of dQ become 0, for kernels that add to them. (dQ may have gaps between its rows, so
-// cudaMemset would not do.) Line numbers are those of FlashAttention-2's Algorithm 2.
+// With clear_dQ the rows of dQ are set to 0, for kernels that add to them. (cudaMemset would not do, because
+// dQ may have gaps between its rows.) Line numbers are those of FlashAttention-2's Algorithm 2.
 __global__ void __launch_bounds__(32 * D_rows) D_kernel(BwdParams p, float* D, bool clear_dQ) {
-  const int64_t at = (int64_t)blockIdx.x * D_rows + threadIdx.x / 32;    // of B * H * N_q
+  const int64_t index = (int64_t)blockIdx.x * D_rows + threadIdx.x / 32; // of B * H * N_q
   const int lane = threadIdx.x % 32;
-  if (at >= (int64_t)p.B * p.H * p.N_q) return;   // whole warps: the shuffles of the others stay complete
-  const int row = at % p.N_q, h = at / p.N_q % p.H, b = at / p.N_q / p.H;
+  if (index >= (int64_t)p.B * p.H * p.N_q) return;   // whole warps: the shuffles of the others stay complete
+  const int row = index % p.N_q, h = index / p.N_q % p.H, b = index / p.N_q / p.H;
   const ELEMENT* O = p.O.head(b, h) + row * p.O.stride_n;
   const ELEMENT* dO = p.dO.head(b, h) + row * p.dO.stride_n;
   ELEMENT* dQ = p.dQ.head(b, h) + row * p.dQ.stride_n;
@@ -22,8 +22,8 @@ __global__ void __launch_bounds__(32 * D_rows) D_kernel(BwdParams p, float* D, b
   }
   sum = warp_sum(sum);
   if (lane > 0) return;
-  if (p.dL) sum -= p.dL[at];              // P_ij is also the derivative of L_i by S_ij
-  D[at] = p.L[at] == -INFINITY ? 0.f : sum;       // no key seen: P is 0, but dL may be infinite
+  if (p.dL) sum -= p.dL[index];           // the derivative of L_i by S_ij is P_ij, too
+  D[index] = p.L[index] == -INFINITY ? 0.f : sum;   // no key seen: P is 0, but dL may be infinite
 }
 
 void launch_D_kernel(const BwdParams& p, float* D, bool clear_dQ, cudaStream_t stream) {

@@ -21,3 +21,45 @@ __device__ __forceinline__ void load(float (&to)[n], const float* row, int first
     to[x + 3] = four.w;
   }
 }
+
+// A warp takes 32 / L rows x L float4s of a tile at a time; the warps stand below each other first, then side
+// by side. Where is this lane the n-th time? x: the row; y: which float4 of it. (What depends on n is kept
+// apart from what depends on the thread: so the compiler can put it into constants.)
+template <int L, int threads>
+__device__ __forceinline__ int2 nth_float4(int n, int tile_rows) {
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const int down = tile_rows * L / 32, high = min(threads / 32, down), wide = threads / 32 / high;
+  const int row = (n % (down / high) * high + warp % high) * (32 / L) + lane / L;
+  const int k4 = (n / (down / high) * wide + warp / high) * L + lane % L;
+  return make_int2(row, k4);
+}
+
+// As load_tile (common/tile.cuh), 16 bytes at a time. Rows of the tile are `pitch` floats long, a multiple of
+// 32: columns from d on become zeros, too.
+template <int threads>
+__device__ __forceinline__ void load_tile4(float* tile, int pitch, const float* matrix, int64_t stride_n,
+                                           int first, int tile_rows, int N) {
+  #pragma unroll
+  for (int n = 0; n < tile_rows * pitch / 4 / threads; n++) {
+    const int2 at = nth_float4<8, threads>(n, tile_rows);
+    const bool inside = first + at.x < N && (pitch == HEAD_DIM || 4 * at.y < HEAD_DIM);
+    float4 x = make_float4(0.f, 0.f, 0.f, 0.f);
+    if (inside) x = load4(matrix + (first + at.x) * stride_n + 4 * at.y);
+    store4(tile + at.x * pitch + 4 * at.y, x.x, x.y, x.z, x.w);
+  }
+}
+
+// As load_transposed (common/transposed.cuh), 16 bytes of HBM at a time.
+template <int threads>
+__device__ __forceinline__ void load_transposed4(float* tile, int pitch, const float* matrix, int64_t stride_n,
+                                                 int first, int tile_rows, int N) {
+  for (int t = threadIdx.x; t < tile_rows * (HEAD_DIM / 4); t += threads) {
+    const int row = t / (HEAD_DIM / 4), k = t % (HEAD_DIM / 4) * 4;
+    float4 x = make_float4(0.f, 0.f, 0.f, 0.f);
+    if (first + row < N) x = load4(matrix + (first + row) * stride_n + k);
+    tile[k * pitch + row] = x.x;
+    tile[(k + 1) * pitch + row] = x.y;
+    tile[(k + 2) * pitch + row] = x.z;
+    tile[(k + 3) * pitch + row] = x.w;
+  }
+}

@@ -1,8 +1,8 @@
 // Reductions over the 32 lanes of a warp. Introduced by: forward stage 2, tiled.
 #pragma once
 
-// After step 1 every lane has the maximum of 2 lanes, then of 4, 8, 16, 32: five shuffles, and all lanes
-// have the result.
+// After the first shuffle every lane has the maximum of 2 lanes, then of 4, 8, 16 and 32: after five, all
+// lanes have the result.
 __device__ __forceinline__ float warp_max(float x) {
   for (int distance = 1; distance < 32; distance *= 2) x = fmaxf(x, __shfl_xor_sync(0xffffffff, x, distance));
   return x;

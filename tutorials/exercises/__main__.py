@@ -92,7 +92,7 @@ def solution(console: Console, exercise: Exercise) -> int:
             console.print(Text("\n".join(f"+ {line}" for line in change.old.split("\n")), style="green"))
         return 0
     for title, text in exercise.answers().items():
-        console.print(Text(f"{_shown(exercise.path)}: {title}", style="bold"))
+        console.print(Text(f"{_shown(exercise.file_of(title))}: {title}", style="bold"))
         console.print(Syntax(text, "cuda", background_color="default", word_wrap=True))
     return 0
 

@@ -6,7 +6,9 @@ The blanks are sections of the stage files, between a comment that begins with `
     ...
     // ---
 
-So an exercise changes with its stage. A bug hunt has no blanks, but a stage that is broken on purpose.
+So an exercise changes with its stage. A bug hunt has no blanks, but a stage that is broken on purpose. Where
+the blank or the bug is in a file of stages/common, that file stands in the learner's file in place of its
+#include.
 """
 
 from __future__ import annotations
@@ -18,12 +20,15 @@ from pathlib import Path
 
 import flash
 from jit.difference import SECTION
+from jit.loader import source_files
 
 WIDTH = 108
 COMMAND = "python -m tutorials.exercises"
 YOUR_CODE = "// your code"
 HINTS = "#pragma region Hint"
+COMMON = flash.STAGES / "common"
 _FIELD = re.compile(rf"// ({'|'.join(flash.FIELDS)}):")
+_INCLUDE = re.compile(r'^#include "(?:common/)?(\w+\.cuh)"$', re.M)
 
 
 @dataclass(frozen=True)
@@ -57,6 +62,7 @@ class Exercise:
         lesson: the notebook that it belongs to, such as "04".
         direction, stage: "fwd" or "bwd", and the stage's name.
         sections: the titles of the stage's sections that are blank; none for a bug hunt.
+        common: the files of stages/common, such as "mask.cuh", in which blanks or bugs are.
         specification: what the blanks are to do, or what is wrong: paragraphs with an empty line between.
         hints: from a nudge to nearly the answer.
         answer: for a bug hunt: what was wrong.
@@ -81,6 +87,7 @@ class Exercise:
     hints: tuple[str, ...]
     mutants: tuple[Mutant, ...]
     sections: tuple[str, ...] = ()
+    common: tuple[str, ...] = ()
     answer: str = ""
     broken: tuple[Change, ...] = ()
     tiles: dict[str, int] = field(default_factory=dict)
@@ -108,16 +115,25 @@ class Exercise:
         """Of code in the reference's sections."""
         return sum(len(code_lines(section)) for section in self.answers().values())
 
+    def reference(self) -> str:
+        """The text of the stage, with the files `common` in place of their #include."""
+        return inlined(self.path.read_text(), *self.common)
+
     def answers(self) -> dict[str, str]:
         """What the reference has in the sections that are blank, by title."""
-        found = sections(self.path.read_text())
+        found = sections(self.reference())
         if missing := [title for title in self.sections if title not in found]:
             raise ValueError(f"exercise {self.number}: {self.path.name} has no section {missing[0]!r}")
         return {title: found[title] for title in self.sections}
 
+    def file_of(self, title: str) -> Path:
+        """The file that has the section of this title: the stage's, or one of stages/common."""
+        files = [self.path, *(COMMON / name for name in self.common)]
+        return next(file for file in files if title in sections(file.read_text()))
+
     def learners_file(self) -> str:
         """The text of the file that a learner gets: the stage with blanks, or broken."""
-        text = self.path.read_text()
+        text = self.reference()
         for change in self.broken:
             text = change.apply(text)
         if self.is_hunt:  # what others have to write says nothing about the bug
@@ -185,6 +201,32 @@ def code_lines(text: str) -> list[str]:
     is no // comment."""
     lines = (re.sub(r"//.*(?<!\\)$", "", line.rstrip()).strip() for line in text.split("\n"))
     return [line for line in lines if line and not line.startswith((HINTS, "#pragma endregion"))]
+
+
+def inlined(text: str, *names: str) -> str:
+    """A stage's text with these files of stages/common in place of their #include. A file that includes one
+    of them comes in as well: it would bring a second copy.
+
+    Raises:
+        ValueError: for a file that the stage does not include.
+    """
+    files = {COMMON / name for name in names}
+    there: set[Path] = set()
+
+    def put(include: re.Match) -> str:
+        file = COMMON / include[1]
+        if not files.intersection(source_files(file)):
+            return f'#include "common/{file.name}"'
+        if file in there:
+            return f"// common/{file.name} is above"
+        there.add(file)
+        body = _INCLUDE.sub(put, file.read_text().replace("#pragma once\n", "").strip("\n"))
+        return f"\n// stages/common/{file.name}, in place of its #include.\n{body}\n"
+
+    text = _INCLUDE.sub(put, text)
+    if missing := files - there:
+        raise ValueError(f"the stage does not include {', '.join(sorted(file.name for file in missing))}")
+    return text
 
 
 def sections(text: str) -> dict[str, str]:

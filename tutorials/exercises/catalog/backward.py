@@ -25,17 +25,19 @@ A row that sees no key has l = 0: its P and dS are 0, whatever p.dL has there, e
             "Let D begin with -p.dL[row] if p.dL is not null and l > 0, else with 0."),
         mutants=(
             wrong("dL left out", r"^wrong result.*dL is left out",
-                  ("float D = p.dL && l > 0.f ? -p.dL[row] : 0.f;", "float D = 0.f;")),
+                  ("D_row = p.dL && l > 0.f ? -p.dL[row] : 0.f;", "D_row = 0.f;")),
             wrong("dL added", r"^wrong result.*dL has the wrong sign", ("? -p.dL[row]", "? p.dL[row]")),
-            wrong("dP without D", r"^wrong result.*D is left out", ("(dP_row[col] - D);", "dP_row[col];")),
+            wrong("dP without D", r"^wrong result.*D is left out",
+                  ("(dP_row[col] - D_row);", "dP_row[col];")),
             wrong("one loop", r"^wrong result.*before its sum is complete",
-                  ("    D += P * dP_row[col];\n  }\n  for (int col = 0; col < p.N_k; col++) dP_row",
-                   "    D += P * dP_row[col];\n    dP_row"),
-                  ("(dP_row[col] - D);", "(dP_row[col] - D);\n  }")),
+                  ("    D_row += P * dP_row[col];\n  }\n  for (int col = 0; col < p.N_k; col++) dP_row",
+                   "    D_row += P * dP_row[col];\n    dP_row"),
+                  ("(dP_row[col] - D_row);", "(dP_row[col] - D_row);\n  }")),
             wrong("P not stored", r"^wrong result.*dV is made of S",
                   ("    S_row[col] = P;\n", ""),
-                  ("dP_row[col] = S_row[col] * (dP_row[col] - D);",
-                   "dP_row[col] = (l == 0.f ? 0.f : expf(S_row[col] - shift) / l) * (dP_row[col] - D);")),
+                  ("dP_row[col] = S_row[col] * (dP_row[col] - D_row);",
+                   "dP_row[col] = (l == 0.f ? 0.f : expf(S_row[col] - shift) / l) * (dP_row[col] - D_row"
+                   ");")),
             wrong("0 / 0", r"^wrong result.*P is 0 / 0",
                   ("const float P = l == 0.f ? 0.f : expf", "const float P = expf")),
         )),
@@ -97,34 +99,33 @@ and put both into shared memory, where all warps will read them: P_smem and dS_s
 Given: S_reg[r][c] and dP_reg[r][c] belong to row warp * rows + r, column lane + 32 * c of the tile; p.L and
 D are (B, H, N_q), contiguous, and this head's begin at first_row. D is rowsum(dO * O) - dL already.
 
-P and dS are 0 where the query does not see the key (with CAUSAL: col > row + p.diagonal, of the row and
-column in the whole matrix), and past N_q and N_k. L and D have N_q rows for a head, not Tr * Br: do not
-read past them. L is -inf for a row that sees no key.
+P and dS are 0 where the query does not see the key. mask.sees(row, col) says whether it does, by the row
+and column in the whole matrix (stages/common/mask.cuh); it is false past N_q and N_k. L and D have N_q rows
+for a head, not Tr * Br: do not read past them. L is -inf for a row that sees no key.
 """,
         hints=(
             "No maximum and no sum is needed: what they were for is in L.",
             "For each row r read L and D once, before the loop over c. Row warp * rows + r of the tile is "
             "row i * Br + warp * rows + r of the head.",
-            "Decide first whether the element is visible, and take expf only then: with L = -inf, expf(S "
-            "- L) is infinite."),
+            "Ask the mask first, and take expf only where the key is seen: with L = -inf, expf(S - L) is "
+            "infinite."),
         mutants=(
             wrong("S not scaled", r"^wrong result.*P lacks the scale",
-                  ("expf(p.scale * S_reg[r][c] - L)", "expf(S_reg[r][c] - L)")),
+                  ("expf(p.scale * S_reg[r][c] - L_row)", "expf(S_reg[r][c] - L_row)")),
             wrong("without L", r"^wrong result.*P lacks L",
-                  ("expf(p.scale * S_reg[r][c] - L)", "expf(p.scale * S_reg[r][c])")),
+                  ("expf(p.scale * S_reg[r][c] - L_row)", "expf(p.scale * S_reg[r][c])")),
             wrong("dP without D", r"^wrong result.*D is left out",
                   ("= P * (dP_reg[r][c] - D_row);", "= P * dP_reg[r][c];")),
             wrong("dS scaled", r"^wrong result.*dQ and dK are scaled twice",
                   ("= P * (dP_reg", "= p.scale * P * (dP_reg")),
             wrong("the mask off by one", r"^wrong result.*mask is off by one.*one key too few",
-                  ("col <= row + p.diagonal);\n          const float P",
-                   "col < row + p.diagonal);\n          const float P")),
+                  ("mask.sees(row, col) ?",
+                   "row < p.N_q && col < p.N_k && (!CAUSAL || col < row + p.diagonal) ?")),
             wrong("the mask by the tile's rows", r"^wrong result",
-                  ("col <= row + p.diagonal);\n          const float P",
-                   "col <= warp * rows + r + p.diagonal);\n          const float P")),
+                  ("= mask.sees(row, col)", "= mask.sees(warp * rows + r, lane + 32 * c)")),
             wrong("L past the end", r"^out of bounds.* L\[",
-                  ("const float L = row < p.N_q ? p.L[first_row + row] : 0.f;",
-                   "const float L = p.L[first_row + row];")),
+                  ("const float L_row = row < p.N_q ? p.L[first_row + row] : 0.f;",
+                   "const float L_row = p.L[first_row + row];")),
             wrong("a column a lane", r"^(uninitialised|race).*dS_smem",
                   ("dS_smem[(warp * rows + r) * Bc + lane + 32 * c] = P",
                    "dS_smem[(warp * rows + r) * Bc + lane] = P")),
@@ -196,13 +197,12 @@ warp * rows to warp * rows + rows - 1 of dS_ij and dQ_i; in S and dP its lane ha
 (c < cols), in dQ_reg the columns lane + 32 * c (c < dims). p.L and D are (B, H, N_q), contiguous; this
 head's begin at first_row. This block reads key head h_kv.
 
-dS is 0 where the query does not see the key, and past N_q and N_k; L and D end at N_q. d may be 40. Tiles
-that no row of Q_i sees must not be brought: the check counts HBM traffic, with a causal mask. And it
-compares the bits when blocks run in another order.
+dS is 0 where the query does not see the key, and past N_q and N_k: mask.sees(row, col) is false there
+(stages/common/mask.cuh). L and D end at N_q. d may be 40. Tiles that no row of Q_i sees must not be brought:
+the check counts HBM traffic, with a causal mask. And it compares the bits when blocks run in another order.
 """,
         hints=(
-            "The loop is flash2's: how many keys the last row of the tile sees, a barrier, two load_tile, "
-            "a barrier.",
+            "The loop is flash2's: up to mask.end_j(i) a barrier, two load_tile, a barrier.",
             "S, dP and dS are made as in dKV_kernel above, without P_smem.",
             "A lane makes dS of its own columns, and then needs those of all: through dS_smem. Only its "
             "own warp's rows, so that no barrier of the block is needed.",
@@ -210,9 +210,9 @@ compares the bits when blocks run in another order.
             "dS_smem."),
         mutants=(
             wrong("no barrier before the copy", r"^race.*[KV]_smem",
-                  ("j * Bc < seen; j++) {\n    __syncthreads();                      // all are done with "
-                   "the last tiles, which are now overwritten\n",
-                   "j * Bc < seen; j++) {\n")),
+                  ("j < mask.end_j(i); j++) {\n    __syncthreads();                      // all are done "
+                   "with the last tiles, which are now overwritten\n",
+                   "j < mask.end_j(i); j++) {\n")),
             wrong("no barrier after the copy", r"^race.*_smem",
                   ("    __syncthreads();                      // nobody reads before everybody has written\n"
                    "\n    float S_reg",
@@ -222,13 +222,13 @@ compares the bits when blocks run in another order.
                    "wrote itself\n",
                    "")),
             wrong("all tiles", r"^too much traffic",
-                  ("const int seen = CAUSAL ? min(p.N_k, (i + 1) * Br + p.diagonal) : p.N_k;",
-                   "const int seen = p.N_k;")),
-            wrong("a key too few", r"^wrong result",
-                  ("min(p.N_k, (i + 1) * Br + p.diagonal)", "min(p.N_k, (i + 1) * Br - 1 + p.diagonal)")),
+                  ("j < mask.end_j(i)", "j < ceil_div(p.N_k, Bc)")),
+            wrong("tiles up to the first that the mask cuts", r"^wrong result",
+                  ("j < mask.end_j(i)", "j < mask.cut_j(i)")),
             wrong("the mask off by one", r"^wrong result.*mask is off by one.*one key too few.*dQ\[",
-                  ("col <= row + p.diagonal);\n        const float P",
-                   "col < row + p.diagonal);\n        const float P")),
+                  ("mask.sees(row, col) ? expf(p.scale * S_reg[r][c] - L_row) : 0.f;   // line 11",
+                   "row < p.N_q && col < p.N_k && (!CAUSAL || col < row + p.diagonal) ? expf(p.scale * "
+                   "S_reg[r][c] - L_row) : 0.f;")),
             wrong("V for K", r"^wrong result.*dQ is made of V",
                   ("? K_smem[col * (d + 1) + lane + 32 * c] : 0.f;",
                    "? V_smem[col * (d + 1) + lane + 32 * c] : 0.f;")),
@@ -240,8 +240,8 @@ compares the bits when blocks run in another order.
                   ("dQ_reg[r][c] += dS_smem[(warp * rows + r) * Bc + col] * key;",
                    "dQ_reg[r][c] += p.scale * dS_smem[(warp * rows + r) * Bc + col] * key;")),
             wrong("L past the end", r"^out of bounds.* L\[",
-                  ("      const float L = row < p.N_q ? p.L[first_row + row] : 0.f;          // 9\n"
+                  ("      const float L_row = row < p.N_q ? p.L[first_row + row] : 0.f;      // line 9\n"
                    "      const",
-                   "      const float L = p.L[first_row + row];\n      const")),
+                   "      const float L_row = p.L[first_row + row];\n      const")),
         )),
 ]

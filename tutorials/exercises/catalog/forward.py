@@ -206,8 +206,8 @@ A row that has seen no key yet has m_new = -inf, and -inf - -inf is NaN: subtrac
         mutants=(
             wrong("the inverse, as printed", r"inverse", ("*= alpha;", "*= 1.f / alpha;")),
             wrong("O not rescaled", r"^wrong result.*O is not rescaled",
-                  ("      for (int c = 0; c < dims; c++) O_reg[r][c] *= alpha;               // 10: e^(m - "
-                   "m_new) O\n",
+                  ("      for (int c = 0; c < dims; c++) O_reg[r][c] *= alpha;               // line 10: e^("
+                   "m - m_new) O\n",
                    "")),
             wrong("l not rescaled", r"^wrong result.*l is not rescaled",
                   ("alpha * l[r] + warp_sum", "l[r] + warp_sum")),
@@ -224,14 +224,14 @@ A row that has seen no key yet has m_new = -inf, and -inf - -inf is NaN: subtrac
         )),
     Exercise(
         number=6, name="finish", title="Where to stop, and what to store", lesson="04", direction="fwd",
-        stage="flash2", sections=("the number of keys to visit", "O and L leave the registers"),
-        tiles={"Br": 32, "Bc": 64}, at_most={"hbm": 1.05}, causal_score=True,
+        stage="flash2", sections=("how many keys a row sees", "O and L leave the registers"),
+        common=("mask.cuh",), tiles={"Br": 32, "Bc": 64}, at_most={"hbm": 1.05}, causal_score=True,
         specification="""
-First blank: `keys`, an int. The loop below it visits the tiles j with j * Bc < keys, so the keys from
-`keys` on are not visited. It must be as small as it can be: the number of keys that some row of the tile
-Q_i sees, by the mask col <= row + p.diagonal if CAUSAL; and never more than p.N_k. The rows of the tile are
-i * Br to i * Br + Br - 1. p.diagonal may be negative, and then `keys` may be, too. The result would be
-right with too many keys, but the tiles would be brought in vain: the check counts HBM traffic.
+First blank: seen_by(row) of the Mask, which all later stages share (stages/common/mask.cuh; here it stands
+in the file). It returns how many keys the query of `row` sees. With CAUSAL these are the keys col with
+col <= row + diagonal, without it all N_k. The number is never above N_k and never below 0, though diagonal
+may be negative, and row at or past N_q. end_j(i), where the loop over j stops, is made of it. With too many
+keys the result would be right, but tiles would be brought in vain: the check counts HBM traffic.
 
 Second blank: the row is done. O_reg[r][c], column lane + 32 * c, is not normalised yet; m[r] and l[r] are
 the same in all lanes. Write O and L (FlashAttention-2, Algorithm 1, lines 12 to 15): O's row begins at O +
@@ -239,29 +239,28 @@ row * p.O.stride_n, and L is (B * H, N_q), contiguous; this block has head bh. C
 exist. A row that has seen no key gets O = 0 and L = -inf. One lane writes L.
 """,
         hints=(
-            "With a causal mask the last row of the tile sees the most keys. How many does row q see?",
-            "CAUSAL is a constant: CAUSAL ? ... : p.N_k. Row q sees the keys 0 to q + p.diagonal, which "
-            "are q + p.diagonal + 1 of them.",
+            "With diagonal = 0, row 0 sees one key, key 0. And with diagonal = 5? With -5?",
+            "CAUSAL is a constant: CAUSAL ? ... : N_k. How many are the keys 0 to row + diagonal? min and "
+            "max keep the number between 0 and N_k.",
             "L = log(sum_j e^(S_j)), and l = sum_j e^(S_j - m).",
             "l[r] is 0 if and only if the row has seen no key."),
         mutants=(
-            wrong("all tiles", r"^too much traffic",
-                  ("const int keys = CAUSAL ? min(p.N_k, (i + 1) * Br + p.diagonal) : p.N_k;",
-                   "const int keys = p.N_k;")),
-            wrong("a key too many", r"^too much traffic",
-                  ("min(p.N_k, (i + 1) * Br + p.diagonal)", "min(p.N_k, (i + 1) * Br + 1 + p.diagonal)")),
-            wrong("a key too few", r"^wrong result",
-                  ("min(p.N_k, (i + 1) * Br + p.diagonal)", "min(p.N_k, (i + 1) * Br - 1 + p.diagonal)")),
-            wrong("the tile's first row", r"^wrong result",
-                  ("min(p.N_k, (i + 1) * Br + p.diagonal)", "min(p.N_k, i * Br + 1 + p.diagonal)")),
-            wrong("no diagonal", r"^wrong result",
-                  ("min(p.N_k, (i + 1) * Br + p.diagonal)", "min(p.N_k, (i + 1) * Br)")),
+            wrong("all keys", r"^too much traffic",
+                  ("return CAUSAL ? max(min(N_k, row + 1 + diagonal), 0) : N_k;", "return N_k;")),
+            wrong("a key too many", r"^too much traffic", ("row + 1 + diagonal", "row + 2 + diagonal")),
+            wrong("a key too few", r"^wrong result", ("row + 1 + diagonal", "row + diagonal")),
+            wrong("no diagonal", r"^wrong result", ("row + 1 + diagonal", "row + 1")),
+            wrong("causal in every call", r"^wrong result",
+                  ("return CAUSAL ? max(min(N_k, row + 1 + diagonal), 0) : N_k;",
+                   "return max(min(N_k, row + 1 + diagonal), 0);")),
             wrong("not divided by l", r"^wrong result.*O is not divided by l",
                   ("O_reg[r][c] / l[r]", "O_reg[r][c]")),
             wrong("0 / 0", r"^wrong result.*O is divided by l = 0", ("l[r] == 0.f ? 0.f : O_reg", "O_reg")),
             wrong("L without the maximum", r"^wrong result.*L lacks the maximum",
                   ("m[r] + logf(l[r])", "logf(l[r])")),
-            wrong("all lanes write L", r"^race.* L\[", ("if (lane == 0) p.L", "p.L")),
+            wrong("all lanes write L", r"^race.* L\[",
+                  ("    if (lane == 0)                                                       // lines 13, 15"
+                   "\n", "")),
             wrong("columns from d on", r"^(out of bounds|race)", ("if (k < d) O[", "O[")),
         )),
 ]

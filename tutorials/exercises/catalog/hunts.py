@@ -214,7 +214,7 @@ The result of one call says little here: zeros are the most likely old value. Th
 byte whether it was written, and reports the first read of one that was not; and it fills new memory with
 NaN.
 
-launch_D_kernel clears dQ if its argument clear_dQ is true. A block of recompute_kernel cannot do it for its
+launch_D_kernel clears dQ if its argument clear_dQ is true. A block of backward_kernel cannot do it for its
 own tile: all blocks along the keys add to the same rows of dQ, and nothing orders blocks of one launch.
 Launches of one stream are ordered."""),
         broken=changes(("launch_D_kernel(p, D, /*clear_dQ=*/true, stream);",
@@ -223,10 +223,10 @@ Launches of one stream are ordered."""),
             unmended(r"^uninitialised.*\bdQ\b"),
             mending("cleared by the first block of a head: others may be there before it",
                     r"^(race|uninitialised|wrong result).*\bdQ\b",
-                    ("    for (int i = first_i; i < Tr; i++) {",
+                    ("    for (int i = mask.first_i(j); i < Tr; i++) {",
                      "    for (int t = threadIdx.x; j == 0 && t < p.N_q * d; t += threads)\n"
                      "      dQ[t / d * p.dQ.stride_n + t % d] = 0.f;\n"
-                     "    for (int i = first_i; i < Tr; i++) {")),
+                     "    for (int i = mask.first_i(j); i < Tr; i++) {")),
             mending("= instead of +=", r"^(race|wrong result).*\bdQ\b",
                     ("if (k < d) atomicAdd(dQ + row * p.dQ.stride_n + k, p.scale * dQ_reg[r][c]);",
                      "if (k < d) dQ[row * p.dQ.stride_n + k] = p.scale * dQ_reg[r][c];")),
@@ -337,7 +337,7 @@ Such a bug shows in no test of results. It shows in wavefronts, here or in a GPU
         )),
     Exercise(
         number=24, name="no_saving", title="The mask saves nothing", lesson="04", direction="fwd",
-        stage="flash2",
+        stage="flash2", common=("mask.cuh",),
         specification=f"""
 A colleague writes: "flash2 with a causal mask is right. But it takes as long as without one, and asks as
 many bytes of HBM. The header says: about half of K's and V's."
@@ -347,32 +347,35 @@ many bytes of HBM. The header says: about half of K's and V's."
           flash.attention(q, k, v, causal=causal, stage=Path("mine/24_no_saving.cuh"))
       print(report.hbm)
 
-It must stay right for every N_q and N_k: the query of row q sees the keys up to q + p.diagonal, and with
-more queries than keys p.diagonal is negative.
+It must stay right for every N_q and N_k: with more queries than keys the diagonal is negative, and the
+first rows see no key. (Mask, from stages/common/mask.cuh, stands in the file.)
 """,
         hints=(
             "Draw S with 4 x 4 tiles and the mask. Which tiles does block i compute, and which of them need"
             " not be?",
             "A tile j is of use if the tile's last row sees the tile's first key.",
-            "The rows of tile i are i * Br to (i + 1) * Br - 1. The last of them sees the keys 0 to (i + 1)"
-            " * Br - 1 + p.diagonal. So how many are these, and can there be more than N_k, or fewer than "
-            "one?",
+            "The rows of tile i are i * Br to (i + 1) * Br - 1. Which of them sees the most keys? "
+            "seen_by(row) says how many.",
             "All threads of the block must come to the same barriers: let the end of the loop over j be the"
             " same for all of them."),
         answer=paragraphs("""
-The loop went over all keys. Tiles that no row of this block sees were loaded, multiplied, and masked away:
-the result is right, as e^-inf is 0, and half of the work is in vain.
+end_j(i) was the number of all tiles, whatever the mask. Tiles that no row of this block sees were loaded,
+multiplied, and masked away: the result is right, as e^-inf is 0, and half of the work is in vain.
 
-The end of the loop is keys = min(N_k, (i + 1) * Br + diagonal): what the tile's last row sees. It may be 0
-or less: then the loop does nothing, and O is 0, as it must be for rows that see no key. It depends on the
-block only, so that all of its threads come to the same barriers. A `continue` after the loading saves the
-multiplications, but not the traffic; a `break` that depends on the warp leaves the others at a barrier.
+The last row of tile i, (i + 1) * Br - 1, sees the most keys. The tiles that hold these keys are the ones to
+visit: ceil_div(seen_by((i + 1) * BLOCK_R - 1), BLOCK_C). That may be 0: then the loop does nothing, and O is
+0, as it must be for rows that see no key. It depends on the block only, so that all of its threads come to
+the same barriers. A `continue` after the loading saves the multiplications, but not the traffic; a `break`
+that depends on the warp leaves the others at a barrier.
 
 Such a bug shows in the HBM traffic of a causal call beside that of a call without a mask."""),
         broken=changes(
-            ("  // causal: row q sees q + 1 + diagonal keys, and the tile's last row is (i + 1) * Br - 1\n"
-             "  const int keys = CAUSAL ? min(p.N_k, (i + 1) * Br + p.diagonal) : p.N_k;",
-             "  const int keys = p.N_k;")),
+            (", causal: its last row, (i + 1) * Br - 1, sees the most keys. From j = end_j(i) on S_ij is\n"
+             "  // skipped. Its first row, i * Br, sees the fewest keys: before j = cut_j(i) S_ij is whole."
+             "\n",
+             ". From j = end_j(i) on S_ij is skipped, and before j = cut_j(i) it is whole.\n"),
+            ("return ceil_div(seen_by((i + 1) * BLOCK_R - 1), BLOCK_C);",
+             "return ceil_div(N_k, BLOCK_C);")),
         score=("hbm",), at_most={"hbm": 1.05}, causal_score=True,
         mutants=(
             unmended(r"^too much traffic"),
@@ -385,13 +388,13 @@ Such a bug shows in the HBM traffic of a causal call beside that of a call witho
                      "    if (CAUSAL && j * Bc >= i * Br + (warp + 1) * rows + p.diagonal) break;\n"
                      "    __syncthreads();                      // all are done")),
             mending("the diagonal is left out", r"^wrong result",
-                    ("const int keys = p.N_k;",
-                     "const int keys = CAUSAL ? min(p.N_k, (i + 1) * Br) : p.N_k;")),
+                    ("return ceil_div(N_k, BLOCK_C);",
+                     "return ceil_div(CAUSAL ? min(N_k, (i + 1) * BLOCK_R) : N_k, BLOCK_C);")),
             mending("what the first row sees, not the last", r"^wrong result",
-                    ("const int keys = p.N_k;",
-                     "const int keys = CAUSAL ? min(p.N_k, i * Br + 1 + p.diagonal) : p.N_k;")),
+                    ("return ceil_div(N_k, BLOCK_C);", "return ceil_div(seen_by(i * BLOCK_R), BLOCK_C);")),
             mending("without a mask, too", r"^wrong result",
-                    ("const int keys = p.N_k;", "const int keys = min(p.N_k, (i + 1) * Br + p.diagonal);")),
+                    ("return ceil_div(N_k, BLOCK_C);",
+                     "return ceil_div(min(N_k, (i + 1) * BLOCK_R + diagonal), BLOCK_C);")),
         )),
     Exercise(
         number=25, name="sixteen_keys", title="Right up to 16 keys", lesson="06", direction="fwd",

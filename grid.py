@@ -1,0 +1,118 @@
+"""The calls that every stage must get right, and how exact it must be: for the tests, and for
+`python flash.py check`.
+"""
+
+import contextlib
+
+import torch
+
+import flash
+from reference import max_error, recomputed_gradients, reference, reference_gradients
+
+# B, H, H_kv, N_q, N_k, d, mask; N around and between the multiples of the tiles. "bottom": the last query
+# sees the last key (attention's causal); "top": query i sees key j <= i (scaled_dot_product_attention's).
+GRID = [
+    (1, 1, 1, 1, 1, 8, None),
+    (2, 2, 2, 64, 64, 64, None),
+    (1, 2, 2, 67, 67, 64, "bottom"),
+    (1, 3, 1, 63, 129, 32, "bottom"),  # MQA; N_q < N_k
+    (2, 4, 2, 130, 67, 40, "bottom"),  # GQA; N_q > N_k: the first 63 rows see no key
+    (1, 8, 1, 33, 31, 72, None),  # a group of 8
+    (1, 2, 2, 70, 45, 128, "top"),
+    (1, 4, 2, 45, 100, 64, "top"),  # keys that no query sees
+    (1, 1, 1, 100, 100, 256, "bottom"),
+    (2, 2, 1, 17, 200, 200, None),
+    (1, 2, 2, 1, 300, 128, "bottom"),  # a query alone, as in decoding
+    (1, 2, 1, 300, 1, 32, "bottom"),
+    (1, 1, 1, 40, 50, 104, "top"),
+]
+
+# Of these, what rungs in the middle of a branch take: see `cases_for`
+THIN = [GRID[n] for n in (0, 2, 4, 6, 8)]
+
+
+def is_end(stage) -> bool:
+    """Whether a stage of the ladder is a root, a fork or a leaf: an end of a branch. A file of one's own is."""
+    children = [s for s in flash.stages(stage.direction) if s.after == stage.name]
+    return not stage.after or len(children) != 1 or not stage.number
+
+
+def cases_for(stage) -> list[tuple]:
+    """All of GRID at the ends of a branch; in its middle fewer, as a mistake there mostly shows at the end."""
+    return GRID if is_end(stage) else THIN
+
+
+def type_for(stage, case) -> torch.dtype:
+    """The types of a stage take turns."""
+    return stage.dtypes[GRID.index(case) % len(stage.dtypes)]
+
+
+def diagonal_of(mask: str | None, N_q: int, N_k: int) -> int | None:
+    """Query i sees key j <= i + diagonal; None: all."""
+    return {None: None, "top": 0, "bottom": N_k - N_q}[mask]
+
+
+def errors(o, lse, q, k, v, diagonal=None, scale=None) -> dict[str, tuple[float, float]]:
+    """The largest errors of O and L, and what is allowed: twice that of PyTorch's computation in q's type,
+    plus 1e-6."""
+    truth = reference(q.double(), k.double(), v.double(), diagonal, scale)
+    pytorch = reference(q, k, v, diagonal, scale)
+    return {name: (max_error(x, x_truth), 2 * max_error(x_pytorch, x_truth) + 1e-6)
+            for name, x, x_pytorch, x_truth in zip("OL", (o, lse), pytorch, truth, strict=True)}
+
+
+def gradient_errors(gradients, q, k, v, do, diagonal=None, scale=None,
+                    dlse=None) -> dict[str, tuple[float, float]]:
+    """Those of (dq, dk, dv): three times what PyTorch's computation in q's type has, plus 1e-6 of the
+    gradient's largest element, or of 1: an element may be a sum over many rows."""
+    options = diagonal, scale, dlse
+    truth, pytorch = (f(q, k, v, do, *options) for f in (reference_gradients, recomputed_gradients))
+    found = {}
+    for name, x, x_pytorch, x_truth in zip(("dQ", "dK", "dV"), gradients, pytorch, truth, strict=True):
+        size = max(1.0, x_truth.abs().max().item())
+        found[name] = max_error(x, x_truth), 3 * max_error(x_pytorch, x_truth) + 1e-6 * size
+    return found
+
+
+def wrong(found: dict[str, tuple[float, float]]) -> str:
+    """Which errors are larger than allowed, in words; empty if none is. NaN is."""
+    return "; ".join(f"{name}: error {error:.3g}, allowed {allowed:.3g}"
+                     for name, (error, allowed) in found.items() if not error <= allowed)
+
+
+GUARD_BYTES = 1 << 16
+
+
+@contextlib.contextmanager
+def poisoned():
+    """Inside, torch.empty and torch.empty_like give memory that starts as NaN, so that an output that a
+    kernel forgets to write shows; and at the end, nothing beside that memory may have changed.
+
+    Raises:
+        AssertionError: if something has.
+    """
+    guarded = []
+    empty, empty_like = torch.empty, torch.empty_like
+
+    def poisoned_empty_like(x):
+        strides = empty_like(x, device="meta").stride()
+        extent = 1 + sum((size - 1) * stride for size, stride in zip(x.shape, strides)) if x.numel() else 0
+        size = extent * x.element_size() + 2 * GUARD_BYTES
+        data = torch.full([size], 0xA5, dtype=torch.uint8, device=x.device)
+        data[GUARD_BYTES:len(data) - GUARD_BYTES] = 0xFF  # NaN in every floating-point type
+        guarded.append(data)
+        inside = data[GUARD_BYTES:len(data) - GUARD_BYTES].view(x.dtype)
+        return inside.as_strided(x.shape, strides)
+
+    def poisoned_empty(*shape, dtype, device):
+        return poisoned_empty_like(empty(*shape, dtype=dtype, device=device))
+
+    torch.empty, torch.empty_like = poisoned_empty, poisoned_empty_like
+    try:
+        yield
+    finally:
+        torch.empty, torch.empty_like = empty, empty_like
+    for data in guarded:
+        for where, guard in (("before the start", data[:GUARD_BYTES]), ("past the end", data[-GUARD_BYTES:])):
+            if not (guard == 0xA5).all():
+                raise AssertionError(f"the kernel wrote {where} of its memory")

@@ -1,0 +1,325 @@
+"""The command line of flash.py: the ladder as a tree, and a rung of one's own.
+
+    python flash.py                              # the ladder, and what of it runs on this machine
+    python flash.py diff mma                     # what a stage changes of the one that it grew from
+    python flash.py new mine --after flash2      # writes mine.cuh, a copy of flash2 with a header to fill in
+    python flash.py check mine.cuh               # runs the tests' calls over it
+
+Exit status: 0; 1 if a stage was wrong, or could not be built or run; 2 for bad arguments; 130 after Ctrl-C.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import difflib
+import functools
+import re
+import sys
+import textwrap
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+from rich.table import Table
+from rich.text import Text
+
+import flash
+from grid import GRID, diagonal_of, errors, gradient_errors, poisoned, type_for, wrong
+from jit.difference import SECTION
+from jit.registry import DIRECTIONS
+from reference import random_gradients, random_qkv, reference
+
+TYPES = {dtype: name for name, dtype in flash.DTYPES.items()}
+COPIED = ("types", "needs", "deterministic", "tiles", "limits", "shared", "workspace", "hbm")
+SCALES = (-0.2, 0.0, 30.0)  # with the third of the grid's cases
+WATCHED = GRID[4]           # under the checker
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Returns the exit status."""
+    args = parser().parse_args(argv)
+    try:
+        return args.run(args)
+    except ValueError as error:
+        Console(stderr=True, highlight=False, soft_wrap=True).print(f"flash.py: {escape(str(error))}")
+        return 2
+    except KeyboardInterrupt:
+        print("Interrupted.", file=sys.stderr)
+        return 130
+
+
+def parser() -> argparse.ArgumentParser:
+    top = argparse.ArgumentParser(
+        "flash.py", formatter_class=argparse.RawDescriptionHelpFormatter,
+        description="FlashAttention in CUDA, one stage at a time. Without a command: the ladder, as a tree.",
+        epilog=textwrap.dedent("""\
+            A rung of your own:
+              python flash.py new mine --after flash2    writes mine.cuh, a copy of flash2; change it
+              python flash.py check mine.cuh             right, or the first call in which it is wrong
+              python flash.py diff mine.cuh              what you changed
+              python bench.py --stages flash2,mine.cuh   how fast it is"""))
+    top.set_defaults(run=lambda args: show(Console()))
+    commands = top.add_subparsers(title="commands", metavar="")
+    one = commands.add_parser("diff", help="show what a stage changes of the one that it grew from")
+    one.add_argument("stages", nargs="+", metavar="STAGE", help=(
+        "the name of a stage or a .cuh file; of two, what the second one changes of the first"))
+    one.set_defaults(run=diff)
+    new = commands.add_parser("new", help="write a stage of your own to start from: a copy of another one")
+    new.add_argument("name", help="its name; the file is NAME.cuh in the current folder")
+    new.add_argument("--after", required=True, metavar="STAGE", help="the stage to copy")
+    new.set_defaults(run=write_new)
+    check = commands.add_parser("check", help=(
+        "run a stage of your own over the tests' shapes, in the simulator and on the GPU if there is one; "
+        "and once under the race and bounds checker"))
+    check.add_argument("file", type=Path, help="its .cuh file")
+    check.set_defaults(run=check_file)
+    for command in (one, new, check):
+        command.add_argument("--bwd", action="store_true", help="a backward stage")
+    return top
+
+
+# ------------------------------------------------------------------------------------------ the ladder
+def show(console: Console) -> int:
+    """Print the ladder, and what of it runs on this machine."""
+    device = flash.default_device()
+    console.print(Text(f"Stages on this machine: {flash.describe_device(device)}", style="bold"))
+    console.print(tree(device, console.width))
+    reasons: dict[str, list[str]] = {}
+    for s in flash.stages():
+        if reason := s.available(device).reason:
+            reasons.setdefault(reason, []).append(str(s))
+    for reason, names in reasons.items():
+        console.print(Text(f"no: {', '.join(names)}: {reason}"))
+    console.print(Text("\ndefault: the architecture from which on a call that names no stage takes this one; "
+                       "taken: it does so here.\npython flash.py --help: the commands for a stage of your "
+                       "own", style="dim"))
+    return 0
+
+
+def taken_by_default(device: torch.device) -> list[flash.Stage]:
+    """What calls that name no stage take."""
+    found = []
+    for direction in DIRECTIONS:
+        for dtype in TYPES:
+            with contextlib.suppress(ValueError, RuntimeError):  # none takes this type, or none runs
+                found.append(flash.find_stage(None, dtype, device, direction))
+    return found
+
+
+def tree(device: torch.device, width: int) -> Table:
+    """Both directions' stages."""
+    drawn = {what: list(branches(flash.stages(direction))) for direction, what in DIRECTIONS.items()}
+    names = max(len(first) + len(s.name) for rows in drawn.values() for s, first, _ in rows)
+    widths = [10, 11, 7, 5] if width >= 100 else [5, 7, 7, 5]   # types, needs, default, here
+    widths.append(max(width - names - sum(widths) - 2 * len(widths) - 2, 16))
+    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
+    table.add_column("stage", no_wrap=True, min_width=names)
+    for name, size in zip(("types", "needs", "default", "here", "idea"), widths, strict=True):
+        table.add_column(name, no_wrap=True, min_width=size)
+    taken = taken_by_default(device)
+    for what, rows in drawn.items():
+        table.add_row()
+        table.add_row(Text(what, style="bold"))
+        for s, first, below in rows:
+            here = "taken" if s in taken else "yes" if s.available(device) else "no"
+            texts = ", ".join(TYPES[t] for t in s.dtypes), s.needs, s.default, here, s.idea
+            cells = [textwrap.wrap(text, size) for text, size in zip(texts, widths, strict=True)]
+            name = Text.assemble((first, "dim"), (s.name, "bold green" if s in taken else ""),
+                                 (f"\n{below}" * (max(map(len, cells)) - 1), "dim"))
+            table.add_row(name, *(Text("\n".join(cell)) for cell in cells))
+    return table
+
+
+def branches(ladder: list[flash.Stage]) -> Iterator[tuple[flash.Stage, str, str]]:
+    """(stage, what stands before its name, what stands below that) from the root on, each branch to its end.
+
+    An only child stands below its parent, as in a list; where there are several, the branch lines begin.
+    """
+    children: dict[str, list[flash.Stage]] = {}
+    for s in ladder:
+        children.setdefault(s.after, []).append(s)
+
+    def walk(s: flash.Stage, first: str, rest: str) -> Iterator[tuple[flash.Stage, str, str]]:
+        grown = children.get(s.name, [])
+        yield s, first, rest + "│  " * (len(grown) > 1)
+        if len(grown) == 1:
+            yield from walk(grown[0], rest, rest)
+            return
+        for child in grown:
+            last = child is grown[-1]
+            yield from walk(child, rest + ("└─ " if last else "├─ "), rest + ("   " if last else "│  "))
+
+    for root in children.get("", []):
+        yield from walk(root, "", "")
+
+
+def diff(args: argparse.Namespace) -> int:
+    if len(args.stages) > 2:
+        raise ValueError(f"diff: one stage or two, not {len(args.stages)}")
+    asked = [Path(name) if name.endswith(".cuh") else name for name in args.stages]
+    print(flash.diff(*asked, direction="bwd" if args.bwd else None))
+    return 0
+
+
+# ------------------------------------------------------------------------------------------ your own rung
+def write_new(args: argparse.Namespace) -> int:
+    direction = "bwd" if args.bwd else "fwd"
+    known = {s.name: s for s in flash.stages(direction)}
+    if args.after not in known:
+        close = difflib.get_close_matches(args.after, known, n=1)
+        other = "fwd" if args.bwd else "bwd"
+        if any(s.name == args.after for s in flash.stages(other)):
+            hint = f" It is a {DIRECTIONS[other]} stage: {'leave out' if args.bwd else 'add'} --bwd."
+        else:
+            hint = f" Did you mean {close[0]!r}?" if close else ""
+        raise ValueError(f"--after: there is no {DIRECTIONS[direction]} stage {args.after!r}; there are "
+                         f"{', '.join(known)}.{hint}")
+    if not re.fullmatch(r"[A-Za-z]\w*", args.name, re.A):
+        raise ValueError(f"new: a stage's name has letters, digits and _, and begins with a letter, such as "
+                         f"mine; not {args.name!r}")
+    if args.name in known:
+        raise ValueError(f"new: there is a {DIRECTIONS[direction]} stage {args.name!r}: take another name")
+    file = Path(f"{args.name}.cuh")
+    try:
+        with open(file, "x") as out:
+            out.write(copy_of(known[args.after], args.name))
+    except FileExistsError:
+        raise ValueError(f"new: {file} is there already, and is left as it is: take another name") from None
+    bwd = " --bwd" * args.bwd
+    print(f"{file}: a copy of {known[args.after]}. Say at its top what is new, and change it. Then:\n"
+          f"  python {command()} check {file}\n  python {command()} diff {file}\n"
+          f"  python {command('bench.py')} --stages {args.after},{file}{bwd and ' --pass bwd'}")
+    return 0
+
+
+def command(program: str = "flash.py") -> str:
+    """As one types it in the current folder."""
+    folder = flash.ROOT
+    return program if folder == Path.cwd() else str(folder / program)
+
+
+def copy_of(stage: flash.Stage, name: str) -> str:
+    """The file of a stage of one's own: its parent's code and what its header says for the registry."""
+    text = stage.path.read_text()
+    header = re.match(r"(?://.*\n)*", text)[0]
+    fields = {field: lines for lines, field in re.findall(r"^(// (\w+):.*\n(?://  {7,}.*\n)*)", header, re.M)}
+    lines = [f"// {DIRECTIONS[stage.direction].capitalize()} stage: {name}\n",
+             "// idea:    what is new, in a line\n",
+             *(fields[field] for field in ("types", "needs") if field in fields),
+             f"// after:   {stage.name}\n",
+             *(fields[field] for field in COPIED[2:] if field in fields),
+             f"// predicted: the gain over {stage.name} that you expect, and why: before you measure it\n",
+             "//\n",
+             "// What is done in another way, and why; what bounds it then.\n",
+             "//\n",
+             f"// Changed from {stage.name}: nothing yet.\n"]
+    code = text[len(header):].splitlines(keepends=True)
+    return "".join([*lines, *(line for line in code if not SECTION.match(line.rstrip("\n")))])
+
+
+@dataclass(frozen=True)
+class Call:
+    """One of those that a stage is run with. deterministic: a backward stage, asked to be."""
+
+    stage: flash.Stage
+    case: tuple
+    device: str
+    tiles: tuple[tuple[str, int], ...]
+    scale: float | None = None
+    deterministic: bool = False
+
+    def __str__(self) -> str:
+        *shape, mask = self.case
+        sizes = " ".join(f"{name}={n}" for name, n in zip(("B", "H", "H_kv", "N_q", "N_k", "d"), shape))
+        words = [{None: "no mask", "bottom": "causal", "top": "causal, aligned to the top left"}[mask],
+                 str(type_for(self.stage, self.case)).removeprefix("torch."),
+                 " ".join(f"{name}={n}" for name, n in self.tiles),
+                 *[f"scale={self.scale}"] * (self.scale is not None), *["deterministic"] * self.deterministic,
+                 "on the GPU" if self.device == "cuda" else "in the simulator"]
+        return f"{sizes}, {', '.join(words)}"
+
+    def run(self) -> str:
+        """What is wrong; empty if nothing is."""
+        *shape, mask = self.case
+        q, k, v = random_qkv(*shape, self.device, type_for(self.stage, self.case))
+        diagonal = diagonal_of(mask, *shape[3:5])
+        options = diagonal, self.scale
+        if self.stage.direction == "fwd":
+            with poisoned():
+                o, lse = flash._forward(q, k, v, *options, self.stage, dict(self.tiles))
+            return wrong(errors(o, lse, q, k, v, *options))
+        do, dlse = random_gradients(q)
+        o, lse = reference(q.double(), k.double(), v.double(), *options)
+        with poisoned():
+            gradients = flash._backward(q, k, v, o.to(q.dtype), lse.float(), do, dlse, *options, self.stage,
+                                        dict(self.tiles), self.deterministic)
+        return wrong(gradient_errors(gradients, q, k, v, do, *options, dlse))
+
+
+def calls(stage: flash.Stage, device: str) -> Iterator[Call]:
+    """The grid, each case with the tiles of small and of large calls; and other scales."""
+    shared_memory = flash.shared_memory_per_block(torch.device(device))
+    for wanted in (False, True)[:1 + stage.deterministic_on_request]:
+        for case in GRID:
+            sizes = [tuple(stage.tiles(case[5], shared_memory, rows, bool(case[6])).items())
+                     for rows in (1, 1 << 15, 1 << 20)]
+            of_case = functools.partial(Call, stage, case, device, deterministic=wanted)
+            yield from map(of_case, dict.fromkeys(sizes))
+            if case == GRID[2] and not wanted:
+                yield from (of_case(sizes[0], scale) for scale in SCALES)
+
+
+def check_file(args: argparse.Namespace) -> int:
+    """Run the grid over a file, and the checker over one case."""
+    stage = flash.read_stage(args.file, "bwd" if args.bwd else "fwd")
+    console = Console(soft_wrap=True, highlight=False)
+    devices = [device for device in ("cpu", "cuda") if device == "cpu" or torch.cuda.is_available()]
+    todo: dict[Call, Callable[[], str]] = {}
+    for device in devices:
+        if not (runs := stage.available(device)):
+            console.print(f"not on {device}: {escape(runs.reason)}")
+        todo |= {call: call.run for call in calls(stage, device) if runs}
+    if not todo:
+        raise ValueError(f"check: {stage} runs nowhere on this machine")
+    if inspecting := flash.can_inspect():
+        case = WATCHED
+        tiles = stage.tiles(case[5], flash.shared_memory_per_block(torch.device("cpu")), 1, bool(case[6]))
+        call = Call(stage, case, "cpu", tuple(tiles.items()))
+    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn()
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+        task = bar.add_task(stage.name, total=len(todo) + bool(inspecting))
+        for one, run in todo.items():
+            if problem := tried(run):
+                return failed(console, stage, problem, one)
+            bar.advance(task)
+        if inspecting and (problem := tried(functools.partial(watched, call))):
+            return failed(console, stage, problem, call)
+    where = " and ".join({"cpu": "the simulator", "cuda": "the GPU"}[d] for d in devices)
+    checked = ", and the checker found nothing" if inspecting else f"; no checker: {inspecting}"
+    console.print(f"[bold green]ok[/]: {stage} is right in {len(todo)} calls, in {where}{escape(checked)}.")
+    return 0
+
+
+def tried(run: Callable[[], str]) -> str:
+    """What is wrong, an error that was raised being it."""
+    try:
+        return run()
+    except (AssertionError, RuntimeError, ValueError) as error:
+        return str(error)
+
+
+def watched(call: Call) -> str:
+    """What the checker finds."""
+    with flash.inspect() as report:
+        problem = tried(call.run)
+    return "\n".join(map(str, report.findings)) or problem
+
+
+def failed(console: Console, stage: flash.Stage, problem: str, call: Call) -> int:
+    console.print(f"[bold red]failed[/]: {escape(problem)}\nin the call {call}")
+    return 1
