@@ -94,7 +94,6 @@ __global__ void __launch_bounds__(threads, 1) forward_kernel(FwdParams p) {
   const Mask mask(p);
   const ELEMENT* K = p.K.head(b, h_kv);
   const ELEMENT* V = p.V.head(b, h_kv);
-  ELEMENT* O = p.O.head(b, h);
 
   extern __shared__ __align__(128) ELEMENT smem[];
   ELEMENT* Q_smem = smem;                   // Br x d, rows `pitch` apart
@@ -178,6 +177,7 @@ __global__ void __launch_bounds__(threads, 1) forward_kernel(FwdParams p) {
     if (lane % 4 == 0 && row < p.N_q)                                    // lines 13, 15
       p.L[(int64_t)bh * p.N_q + row] = l[r] == 0.f ? -INFINITY : m[r] + logf(l[r]);
   }
+  ELEMENT* O = p.O.head(bh / p.H, bh % p.H);
   for_each_pair(O_reg, [&](uint32_t both, int row, int col) {            // line 14
     if (warp_row + row < p.N_q && col < d)
       *reinterpret_cast<uint32_t*>(O + (warp_row + row) * p.O.stride_n + col) = both;
