@@ -1,4 +1,4 @@
-// The order of blocks. Introduced by: forward stage 8, fp32_tuned.
+// The order of blocks. Introduced by: forward stage 9, fp32_tuned.
 #pragma once
 
 struct Work { int tile, bh; };    // of this block: a tile, and the head that it belongs to, of B * H
