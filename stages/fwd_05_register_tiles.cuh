@@ -7,6 +7,35 @@
 // limits:  Br in (32, 64, 128); Bc in (32, 64)
 // shared:  4 * (Br * d + 2 * Bc * d + Br * Bc)
 // hbm:     4 * B * H * (2 * Tr * N_k * d + N_q * (2 * d + 1))
+// predicted: 1.3x at d=64, 1.5x at d=128: a quarter of the loads; but the stores of Q, K and P conflict
+//
+// In flash2 a thread has 8 x 2 numbers of S and loads 10 numbers from shared memory for 16 multiplications.
+// Here it has 8 x 8 (8 x 4 for d > 64, because O takes more registers, and 4 x 4 for d > 128) and loads 16
+// for 64. One step of S = Q K^T is an outer product: a column of Q times a row of K^T, 8 numbers each
+// (common/outer_product.cuh). One step of O += P V is that of a column of P and a row of V.
+//
+// A warp is 4 x 8 lanes, and owns 4 * rows whole rows of the tile:
+//
+//             columns of S_ij               The lanes of a row take every 8th column; rows are dealt out the
+//             0   1   2  ...  7   8         same way, every 4th. So 8 lanes share a row: a maximum takes
+//   row 0    t0  t1  t2  ... t7  t0         three shuffles instead of five. 8 lanes read 8 neighbouring
+//   row 1    t8  t9 t10  ... t15 t8         numbers of K, and 4 lanes 4 neighbouring numbers of Q: from
+//   row 2   t16 t17 t18  ... t23 t16        different banks, and what several lanes read is read once.
+//   row 3   t24 t25 t26  ... t31 t24
+//   row 4    t0  t1  t2  ... t7  t0         For neighbours at one k, Q, K and P must lie transposed.
+//
+// HBM traffic without caches (hbm, above): as in flash2, but K and V half as often where Br is twice
+// flash2's.
+//
+// Changed from flash2: which numbers a thread has, how they are indexed, and the loads that transpose. The
+// scores of a tile stay in S_reg, as P, because P goes to shared memory from there. One division per row
+// instead of one per number of O. The line numbers are still those of FlashAttention-2's Algorithm 1.
+//
+// Bound by shared memory, as its counts say (flash.inspect(), d=64). For a tile of S and the step of O that
+// follows, a multiprocessor needs 8192 cycles of multiplications. The loads take as many wavefronts, a cycle
+// each (in flash2 36864). But transposing K takes another 4096, because a warp stores 32 numbers into one
+// bank, and storing P takes 2048, 8 numbers to a bank. And a thread waits for each number of K and V before
+// it asks for the next one.
 #pragma once
 #include "common/launch.cuh"
 #include "common/mask.cuh"

@@ -7,6 +7,30 @@
 // limits:  Br in (32, 64, 128); Bc in (32, 64)
 // shared:  4 * (Br * d + Bc * (d + (d + 31) // 32 * 32) + Br * Bc)
 // hbm:     4 * B * H * (2 * Tr * N_k * d + N_q * (2 * d + 1))
+// predicted: 1.6x at d=64 and d=128: a quarter of the load instructions; several loads under way at a time
+//
+// One instruction moves 16 bytes: 4 loads from shared memory for 64 multiplications instead of 16, a quarter
+// of the loads from HBM, and a quarter of the stores of O (common/vector.cuh).
+//
+// So a thread's rows and columns come in fours now: rows 0 to 3 and 16 to 19, say, and columns 0 to 3 and 32
+// to 35. A float4 of transposed Q or K is four rows, or four keys, at the same k: all four numbers count in
+// the same step. (With float4s along d the loads would be as many, but each step would need one number of
+// each. A kernel like that took 2 to 6 % longer on an H200.)
+//
+// A float4 must start at a multiple of 16 bytes. So rows of shared memory cannot be padded by one number, as
+// K's are in flash2, and V's are rounded up to a multiple of 32 numbers: `width`. What is beyond d is 0.
+//
+// The number of loads in a loop is now known when it is compiled (`threads` is a template argument), so the
+// compiler starts several before it waits for the first.
+//
+// HBM traffic without caches (hbm, above): as in register_tiles.
+//
+// Changed from register_tiles: row_of and col_of, loads and stores, and the store of P. That is a loop of its
+// own now, because four rows of a column go together.
+//
+// Bound by shared memory, as its counts say (flash.inspect(), d=64): 9300 wavefronts for the 8192 cycles of
+// multiplications. Transposing K has 8-way conflicts, 1024 wavefronts, and the store of P too, 2048. And of
+// the loads, those of K and V take four wavefronts where two would do.
 #pragma once
 #include "common/launch.cuh"
 #include "common/mask.cuh"

@@ -7,6 +7,33 @@
 // limits:  Br in (32, 64, 128); Bc in (32, 64)
 // shared:  4 * (Br * d + Bc * (d + (d + 31) // 32 * 32) + Br * Bc)
 // hbm:     4 * B * H * (2 * Tr * N_k * d + N_q * (2 * d + 1))
+// predicted: 1.3x at d=64, 1.2x at d=128: half the wavefronts of shared memory
+//
+// Two layouts change, and nothing else.
+//
+// The lanes. They are still 4 x 8, but numbered otherwise (common/conflict_free.cuh draws it): lanes of a row
+// and lanes of a column are both neighbours. Then the loads of both operands take two wavefronts, the least
+// for what they read, instead of two and four.
+//
+// The transposed tiles. What a warp stores at a time must fall into different banks. All rows of such a tile
+// start in the same bank, so some of its columns change places by an XOR with a few bits of the row:
+//
+//   Q, K     A warp takes 16 rows x 2 float4s of HBM instead of 4 x 8. The 16 numbers for each of the two k
+//            are neighbours, and for every other float4 the halves of 32 columns change places (swizzle_of).
+//   P        A quarter of a warp stores two float4s in each of four rows: they change places by multiples of
+//            8 columns (P_swizzle).
+//
+// The reads undo it. An XOR with a constant costs nothing, so that the loops are unrolled just far enough for
+// the compiler to know it. That is why P's rows are in another order than the keys.
+//
+// HBM traffic without caches (hbm, above): as in register_tiles.
+//
+// Changed from vectorized: lane_row4 and lane_col8, load_swizzled4, the XOR in loads and stores, and the
+// order of P's rows. A row's lanes differ in other bits, hence max_of_8 and sum_of_8.
+//
+// Shared memory is no longer the bound: its counts (flash.inspect(), d=64) are 4600 wavefronts for 8192 cycles
+// of multiplications. But a block multiplies nothing while its next K and V come, and with two blocks on a
+// multiprocessor only one other is there to fill the gap.
 #pragma once
 #include "common/conflict_free.cuh"
 #include "common/launch.cuh"

@@ -7,6 +7,24 @@
 // limits:  Br in (32, 64, 128); Bc in (32, 64)
 // shared:  4 * (Br * d + Bc * (d + (d + 31) // 32 * 32) + Br * Bc)
 // hbm:     4 * B * H * (2 * Tr * N_k * d + N_q * (2 * d + 1))
+// predicted: 1.1x at d=64, 1x at d=128: no wait for K; but at d > 64 no registers are left for it
+//
+// A load and the store that needs its result are taken apart: stage_tile asks HBM for K_j+1 before the
+// product P V, and store_tile puts it into shared memory after that. In between the numbers are in registers,
+// 32 of them at d=64. At d > 64 O and S leave none, and both come after the product.
+//
+// K_smem is free from the end of Q K^T on, and V_smem from the end of P V on. So V_j is loaded after the
+// softmax, K_j+1 after the product, and each barrier says two things: this tile is there, and all are done
+// with the other one. Each tile still has two.
+//
+// HBM traffic without caches (hbm, above): as in register_tiles.
+//
+// Changed from conflict_free: when K and V are loaded, and where the barriers are. The first K comes before
+// the loop.
+//
+// What is left besides the multiplications: each score is scaled, masked and exponentiated by several
+// instructions, also in tiles that the mask does not cut; and with a causal mask the tiles of a head that
+// take longest start last.
 #pragma once
 #include "common/conflict_free.cuh"
 #include "common/launch.cuh"
