@@ -31,9 +31,9 @@
 // Changed from vectorized: lane_row4 and lane_col8, load_swizzled4, the XOR in loads and stores, and the
 // order of P's rows. A row's lanes differ in other bits, hence max_of_8 and sum_of_8.
 //
-// Shared memory is no longer the bound: its counts (flash.inspect(), d=64) are 4600 wavefronts for 8192 cycles
-// of multiplications. But a block multiplies nothing while its next K and V come, and with two blocks on a
-// multiprocessor only one other is there to fill the gap.
+// Shared memory is no longer the bound: its counts (flash.inspect(), d=64) are 4600 wavefronts for 8192
+// cycles of multiplications. But a block multiplies nothing while its next K and V come, and with two blocks
+// on a multiprocessor only one other is there to fill the gap.
 #pragma once
 #include "common/conflict_free.cuh"
 #include "common/launch.cuh"

@@ -7,6 +7,26 @@
 // limits:  Br % 16 == 0; Br <= 256; Bc % 16 == 0; Bc <= 128
 // shared:  2 * (Br + 4 * Bc) * ((d + 63) // 64 * 64)
 // hbm:     4 * B * H * (Tr * N_k * d + N_q * (d + 1))
+// predicted: 1.25x at d=64, 1.15x at d=128: three instructions fewer for each score, none for the mask
+//
+// At d = 64 a score costs as much outside the tensor cores as in them, so each instruction of the softmax
+// counts. Two of them go:
+//
+//   - e^(scale (x - m)) = 2^(c x - c m), with c = scale log2(e): one multiply-add and one ex2 for each score.
+//     expf would multiply by log2(e) itself, after a multiplication by the scale and a subtraction. m is kept
+//     with its factor c, as rounded: then 2^(m - m_new) is exactly 1 if m stays. L is turned back at the end:
+//     L = ln(2) (m + log2(l)).
+//   - The mask is a matter of those tiles that it cuts, or that reach past the last key. Tiles are walked in
+//     order, so these are the last ones: the loop over j runs twice, over the whole tiles and over the cut
+//     ones, and the compiler leaves comparisons, and the case of a row without a key, out of the first.
+//
+// The maximum is now taken of x, and c multiplied to it afterwards: right only if c is not negative. A
+// negative scale therefore changes the sign of S and its own (NEGATIVE_SCALE, a constant of the JIT). A row's
+// step and the masking of a tile are functions of common/softmax.cuh, which the next stages call.
+//
+// HBM traffic without caches (hbm, above): as in cp_async.
+//
+// Changed from cp_async: lines 9, 13 and 15 of Algorithm 1, and the loop over j.
 #pragma once
 #include "common/copy_tile.cuh"
 #include "common/launch.cuh"

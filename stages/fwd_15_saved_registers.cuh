@@ -7,6 +7,23 @@
 // limits:  Br % 16 == 0; Br <= 256; Bc % 16 == 0; Bc <= 128
 // shared:  2 * (Br + 4 * Bc) * ((d + 63) // 64 * 64) + 16 * Br
 // hbm:     4 * B * H * (Tr * N_k * d + N_q * (d + 1))
+// predicted: 1.02x at d=64 and d=128: fewer instructions for addresses; it makes room for wide_warps
+//
+// A thread has 255 registers at most. O, S and Q of 16 rows take 64 + 64 + 32 of them at d = 128; the next
+// stage doubles the rows, so whatever else waits in a register through the loop has to go:
+//
+//   - ldmatrix's addresses. Each of Q, K and V keeps one, of the fragment at (0, 0). The others follow from
+//     it by constants, as the swizzle is an exclusive or (common/address.cuh): nothing is left to be
+//     computed.
+//   - Q's fragments are the same for all j. They stay in registers if O, S and Q together leave room
+//     (Q_in_registers), else ldmatrix brings them anew for each tile.
+//   - l is needed once a tile: it waits in shared memory, a float for each thread and row.
+//   - __launch_bounds__ says how many blocks are to fit on a multiprocessor, and by that how many registers a
+//     thread may have.
+//
+// HBM traffic without caches (hbm, above): as in cp_async.
+//
+// Changed from exp2: the addresses, where Q and l are, the bound. Not what is computed.
 #pragma once
 #include "common/address.cuh"
 #include "common/copy_tile.cuh"

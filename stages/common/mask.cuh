@@ -13,7 +13,8 @@ struct Mask {
   __device__ bool sees(int row, int col) const { return row < N_q && sees_key(row, col, 0); }
 
   // Does it see the key of col + c? Any row may be asked for, where nobody uses what is past the end. c is
-  // apart, as it is a constant where a loop is unrolled: then an element takes one comparison, with a constant.
+  // apart, as it is a constant where a loop is unrolled: then an element takes one comparison, with a
+  // constant.
   __device__ bool sees_key(int row, int col, int c) const {
     return c < (CAUSAL ? min(N_k - col, row + 1 + diagonal - col) : N_k - col);
   }
