@@ -9,7 +9,7 @@
 // shared:  4 * (2 * Bc * (d + Br) + (Bc + 2 * Br) * max(32, 1 << (d - 1).bit_length()))
 // workspace: D
 // hbm:     4 * B * (5 * H_kv * N_k * d + H * N_q * (Tc * (4 * d + 2) + 3 * d + 2))
-// predicted: 1.25x at d=64 and d=128: half the wavefronts of reads from shared memory
+// predicted: 1.4x at d=64 and d=128: half the wavefronts of reads from shared memory
 //
 // An H200 serves 16 bytes a lane in four wavefronts, but in two if neighbouring lanes read the same numbers
 // (results/h200/banks.json). Two arrangements make that happen for every operand:
