@@ -269,7 +269,8 @@ def traffic() -> str:
     N = bench_report.lengths(data)[-1]
     rows = [row for row in data["results"] if row["N"] == N and row["kind"] == "stage"]
     most = bench_report.traffic(rows[0])
-    lines = ["| stage | read | written | distinct bytes | x less than naive |", "|---|---:|---:|---:|---:|"]
+    lines = ["| stage | read | written | distinct bytes, per kernel | x less than naive |",
+             "|---|---:|---:|---:|---:|"]
     for row in rows:
         sizes = (bench_report.size(row[f"hbm_{what}_bytes"]) for what in ("read", "written", "unique"))
         factor = bench_report.number(most / bench_report.traffic(row))

@@ -16,7 +16,16 @@ import torch  # noqa: E402
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from grid import GRID, errors, gradient_errors, poisoned, type_for, wrong  # noqa: E402
+from grid import (  # noqa: E402
+    GRID,
+    cases_for,
+    errors,
+    gradient_errors,
+    is_end,
+    poisoned,
+    type_for,
+    wrong,
+)
 from reference import (  # noqa: E402
     max_error,
     random_gradients,
@@ -26,8 +35,8 @@ from reference import (  # noqa: E402
     reference_gradients,
 )
 
-__all__ = ["GRID", "max_error", "poisoned", "random_gradients", "random_qkv", "recomputed_gradients",
-           "reference", "reference_gradients", "type_for"]
+__all__ = ["GRID", "cases_for", "is_end", "max_error", "poisoned", "random_gradients", "random_qkv",
+           "recomputed_gradients", "reference", "reference_gradients", "type_for"]
 
 # Of these files any worker may run any test; of the others one worker runs a whole file. (The former come
 # last, when no whole file is left.)

@@ -8,8 +8,9 @@ import random
 import pytest
 import torch
 from conftest import (
-    GRID,
+    cases_for,
     check_gradients,
+    is_end,
     max_error,
     poisoned,
     qkv_with_gaps,
@@ -68,8 +69,9 @@ def assert_equal(first, second):
     assert all(torch.equal(x, y) for x, y in zip(first, second, strict=True))
 
 
-@pytest.mark.parametrize("case", GRID, ids=lambda c: "-".join(map(str, c)))
-@every_kernel
+@pytest.mark.parametrize("kernel, case", [
+    pytest.param(kernel, case, id=f"{name_of(kernel)}-{'-'.join(map(str, case))}")
+    for kernel in KERNELS for case in cases_for(BY_NAME[kernel[0]])])
 def test_grid(kernel, case, device):
     """With dL and without. A row that sees no key, a key that no row sees: exactly 0."""
     *shape, mask = case
@@ -89,7 +91,7 @@ def test_grid(kernel, case, device):
 def test_random_shapes(kernel, device):
     """Shapes that nobody chose."""
     rng = random.Random(KERNELS.index(kernel))
-    for seed in range(12):
+    for seed in range(12 if is_end(BY_NAME[kernel[0]]) else 4):
         H_kv = rng.choice([1, 2, 3])
         heads = H_kv * rng.randint(1, 3)
         q, k, v = random_for(kernel, rng.randint(1, 2), heads, H_kv, rng.randint(1, 140),

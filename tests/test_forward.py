@@ -8,7 +8,9 @@ import pytest
 import torch
 from conftest import (
     GRID,
+    cases_for,
     check,
+    is_end,
     max_error,
     poisoned,
     qkv_with_gaps,
@@ -55,8 +57,9 @@ def test_poison_is_nan_and_guarded(device):
             x.as_strided([1], [1], x.storage_offset() + outside).zero_()
 
 
-@pytest.mark.parametrize("case", GRID, ids=lambda c: "-".join(map(str, c)))
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("stage, case", [
+    pytest.param(s.name, case, id=f"{s.name}-{'-'.join(map(str, case))}")
+    for s in BY_NAME.values() for case in cases_for(s)])
 def test_grid(stage, case, device):
     *shape, mask = case
     q, k, v = random_qkv(*shape, device, type_for(BY_NAME[stage], case))
@@ -105,7 +108,7 @@ def test_heads_at_once(B, H, H_kv, at_once, device):
 def test_random_shapes(stage, device):
     """Shapes that nobody chose: all kernels of one d, so that it builds twice."""
     rng = random.Random(STAGES.index(stage))
-    for seed in range(12):
+    for seed in range(12 if is_end(BY_NAME[stage]) else 4):
         H_kv = rng.choice([1, 2, 3])
         shape = (
             rng.randint(1, 2),

@@ -103,7 +103,7 @@ def measure(stages: list, N: int = 256, d: int = 64, *, B: int = 1, H: int = 2, 
         hbm = report.hbm
         first = rows[0]["total"] if rows else hbm.total
         rows.append({"stage": label, "HBM read": format_bytes(hbm.read), "written": format_bytes(hbm.written),
-                     "different bytes": format_bytes(hbm.unique_read + hbm.unique_written),
+                     "different bytes, per kernel": format_bytes(hbm.unique_read + hbm.unique_written),
                      "x less than the first": f"{first / hbm.total:.3g}", "total": hbm.total})
     for row in rows:
         del row["total"]

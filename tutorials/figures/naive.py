@@ -37,17 +37,18 @@ def three_kernels() -> Figure:
     return figure
 
 
-def roofline(points: list[tuple[str, float, float, float]], peak: float, bandwidth: float, title: str,
+def roofline(points: list[tuple[str, float, float, float, float]], peak: float, bandwidth: float, title: str,
              ideal: dict[str, float]) -> Figure:
     """The most that a GPU can do at a FLOP/byte, and what stages do.
 
     Args:
-        points: name, FLOP per byte that HBM moved, FLOP per byte that warps asked for, TFLOP/s.
+        points: name; FLOP per byte that HBM moved, per byte that warps used, and per byte that they asked
+            for, in whole sectors; TFLOP/s.
         peak, bandwidth: TFLOP/s and TB/s.
         ideal: FLOP per byte of algorithms, drawn as lines from the axis to the roof.
     """
     figure, (axes,) = canvas(9.5, 4.8)
-    ridge, least, most = peak / bandwidth, 0.1, 2000
+    ridge, least, most = peak / bandwidth, 0.03, 2000
     axes.plot((least, ridge, most), (least * bandwidth, peak, peak), color="#333333", lw=2)
     axes.text(0.14, 0.14 * bandwidth * 1.7, f"{bandwidth} TB/s of HBM", rotation=34, fontsize=9, va="bottom")
     axes.text(most * 0.9, peak * 1.12, f"{peak:.1f} TFLOP/s: a matrix product", ha="right", fontsize=9)
@@ -55,11 +56,13 @@ def roofline(points: list[tuple[str, float, float, float]], peak: float, bandwid
         axes.plot((x, x), (0.1, min(peak, x * bandwidth)), color="#999999", ls=":", lw=1.2)
         axes.text(x * 1.05, 0.125, name, rotation=90, fontsize=8, color="#666666", va="bottom")
     colours = ("#e45756", "#f58518", "#b279a2", "#4c78a8", "#54a24b")
-    for (name, moved, asked, speed), colour in zip(points, colours, strict=False):
-        axes.plot((asked, moved), (speed, speed), color=colour, lw=1)
-        axes.plot(asked, speed, "o", mfc="white", mec=colour, ms=7)
+    for (name, moved, used, asked, speed), colour in zip(points, colours, strict=False):
+        axes.plot((asked, used, moved), (speed,) * 3, color=colour, lw=1)
+        axes.plot(asked, speed, "s", mfc="white", mec=colour, ms=9)
+        axes.plot(used, speed, "o", mfc="white", mec=colour, ms=5)
         axes.plot(moved, speed, "o", color=colour, ms=8, label=name)
-    axes.plot([], [], "o", mfc="white", mec="#555555", label="asked for, no cache")
+    axes.plot([], [], "o", mfc="white", mec="#555555", ms=5, label="bytes used, no cache")
+    axes.plot([], [], "s", mfc="white", mec="#555555", ms=9, label="in whole sectors, no cache")
     axes.set(xscale="log", yscale="log", xlim=(least, most), ylim=(0.1, 120))
     axes.set_xlabel("FLOP per byte of HBM traffic", fontsize=9)
     axes.set_ylabel("TFLOP/s", fontsize=9)
