@@ -368,7 +368,8 @@ def derived_bytes(stage: str, N: int, d: int, Br: int, Bc: int) -> int:
     return 4 * numbers
 
 
-KEYS_TWICE = ("register_tiles", "vectorized", "conflict_free", "fp32_tuned")     # read K as it is, and once more to transpose it
+# These read K as it is, and once more to transpose it
+KEYS_TWICE = ("register_tiles", "vectorized", "conflict_free", "fp32_tuned")
 
 
 def derived_backward_bytes(stage: str, N: int, d: int, Br: int, Bc: int) -> int:

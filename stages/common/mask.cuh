@@ -1,6 +1,5 @@
 // Which scores count. Introduced by: forward stage 4, flash2. (Another mask is another file like this one.)
 #pragma once
-#include "tensor.cuh"
 
 // Made once a block. Asked in two places: which tiles there are (S_ij is skipped, cut or whole), and within a
 // tile that it cuts, element by element.
@@ -11,8 +10,12 @@ struct Mask {
   __device__ explicit Mask(const Params& p) : N_q(p.N_q), N_k(p.N_k), diagonal(p.diagonal) {}
 
   // Does the query of `row` see the key of `col`? Rows and keys past the end are not there.
-  __device__ bool sees(int row, int col) const {
-    return row < N_q && col < N_k && (!CAUSAL || col <= row + diagonal);
+  __device__ bool sees(int row, int col) const { return row < N_q && sees_key(row, col, 0); }
+
+  // Does it see the key of col + c? Any row may be asked for, where nobody uses what is past the end. c is
+  // apart, as it is a constant where a loop is unrolled: then an element takes one comparison, with a constant.
+  __device__ bool sees_key(int row, int col, int c) const {
+    return c < (CAUSAL ? min(N_k - col, row + 1 + diagonal - col) : N_k - col);
   }
 
   // Tile i of Q, causal: its last row, (i + 1) * Br - 1, sees the most keys. From j = end_j(i) on S_ij is
@@ -25,7 +28,9 @@ struct Mask {
   __device__ int first_i(int j) const { return CAUSAL ? max(j * BLOCK_C - diagonal, 0) / BLOCK_R : 0; }
 
   // Does S_ij have an element that does not count?
-  __device__ bool cuts(int i, int j) const { return (i + 1) * BLOCK_R > N_q || j >= cut_j(i); }
+  __device__ bool cuts(int i, int j) const {
+    return (i + 1) * BLOCK_R > N_q || (j + 1) * BLOCK_C > seen_by(i * BLOCK_R);
+  }
 
  private:
   // --- how many keys a row sees

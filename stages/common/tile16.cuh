@@ -1,6 +1,5 @@
-// Tiles of an (N, d) matrix of 16-bit elements in shared memory. Introduced by: forward stage 9, wmma.
+// Tiles of an (N, d) matrix of 16-bit elements in shared memory. Introduced by: forward stage 10, wmma.
 #pragma once
-#include "tensor.cuh"
 
 constexpr int width = (HEAD_DIM + 15) / 16 * 16;   // d, rounded up to whole 16 x 16 fragments: the rest are 0
 
@@ -10,7 +9,7 @@ constexpr int width = (HEAD_DIM + 15) / 16 * 16;   // d, rounded up to whole 16 
 template <int threads, class Index>
 __device__ __forceinline__ void load_tile(ELEMENT* tile, Index index, const ELEMENT* matrix, int64_t stride_n,
                                           int first, int tile_rows, int N) {
-  #pragma unroll (HEAD_DIM > 128 ? 2 : 4)          // as many loads at a time as there are registers for
+  #pragma unroll (width > 128 ? 2 : 4)             // as many loads at a time as there are registers for
   for (int t = threadIdx.x; t < tile_rows * (width / 8); t += threads) {
     const int row = t / (width / 8), col = t % (width / 8) * 8;
     uint4 x = make_uint4(0, 0, 0, 0);

@@ -52,6 +52,7 @@ __device__ __forceinline__ void load_tile4(float* tile, int pitch, const float* 
 template <int threads>
 __device__ __forceinline__ void load_transposed4(float* tile, int pitch, const float* matrix,
                                                  int64_t stride_n, int first, int tile_rows, int N) {
+  #pragma unroll 4
   for (int n = 0; n < tile_rows * ((HEAD_DIM + 31) / 32) * 8 / threads; n++) {
     const int2 at = nth_float4<8, threads>(n, tile_rows);
     if (HEAD_DIM % 32 != 0 && 4 * at.y >= HEAD_DIM) continue;

@@ -1,0 +1,56 @@
+// Sums in float, and how they become gradients of 16 bits. Introduced by: backward stage 8, mma.
+#pragma once
+#include "prepare.cuh"
+
+// Four sums at a time, where the GPU can (sm_90)
+__device__ __forceinline__ void atomic_add4(float* to, const float (&x)[4]) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  atomicAdd(reinterpret_cast<float4*>(to), make_float4(x[0], x[1], x[2], x[3]));
+#else
+  for (int e = 0; e < 4; e++) atomicAdd(to + e, x[e]);
+#endif
+}
+
+// Add an accumulator to a tile of dQ_accum, from (row, col) on. Of the columns of dQ it has every `step`-th 16.
+// dQ_accum lies as registers do: of each fragment of 16 x 8, 4 numbers of lane 0 are first, then 4 of lane 1,
+// and so on. So a lane adds 4 numbers by one instruction, a warp 512 bytes in a row.
+template <int strips, int n_tiles>
+__device__ __forceinline__ void add_fragments(float* dQ, const float (&acc)[strips][n_tiles][4], int row,
+                                              int col, int step) {
+  #pragma unroll
+  for (int s = 0; s < strips; s++) {
+    float* to = dQ + (row + 16 * s) * HEAD_DIM + 16 * col + threadIdx.x % 32 * 4;
+    #pragma unroll
+    for (int n = 0; n < n_tiles; n++) {
+      const int more_cols = 16 * step * (n / 2) + 8 * (n % 2);
+      if (col + more_cols < HEAD_DIM) atomic_add4(to + 16 * more_cols, acc[s][n]);
+    }
+  }
+}
+
+// Eight numbers, times scale and rounded, to element `index` of `matrix`, a multiple of 8. (The address is
+// counted in 16 bytes. Counted in elements, nvcc takes it for unaligned and stores 4 times 4 bytes.)
+__device__ __forceinline__ void store8(ELEMENT* matrix, int64_t index, const float (&x)[8], float scale) {
+  uint32_t rounded[4];
+  for (int e = 0; e < 4; e++) rounded[e] = pack<ELEMENT>(scale * x[2 * e], scale * x[2 * e + 1]);
+  reinterpret_cast<uint4*>(matrix)[index / 8] = make_uint4(rounded[0], rounded[1], rounded[2], rounded[3]);
+}
+
+// dQ = scale * dQ_accum, the sum of its copies. Of 8 columns of a row, 4 lanes had 2 each.
+__global__ void __launch_bounds__(256) convert_dQ_kernel(BwdParams p, const float* dQ_accum, int dQ_copies) {
+  const int blocks = ceil_div(p.N_q, block_rows), bh = blockIdx.x / blocks, N = padded(p.N_q);
+  const int row = blockIdx.x % blocks * block_rows + threadIdx.x / row_threads;
+  const int col = threadIdx.x % row_threads * 8;
+  if (row >= p.N_q || col >= HEAD_DIM) return;
+  float sum[8] = {};
+  for (int copy = 0; copy < dQ_copies; copy++) {
+    const float* from = dQ_accum + ((copy * (int64_t)p.B * p.H + bh) * N + row / 16 * 16) * HEAD_DIM +
+                        16 * col + row % 8 * 16 + row % 16 / 8 * 2;
+    for (int e = 0; e < 8; e += 2) {
+      const float2 x = *reinterpret_cast<const float2*>(from + 2 * e);
+      sum[e] += x.x;
+      sum[e + 1] += x.y;
+    }
+  }
+  store8(p.dQ.head(bh / p.H, bh % p.H), row * p.dQ.stride_n + col, sum, p.scale);
+}

@@ -1,0 +1,48 @@
+// What the 16-bit backward stages do before their main kernel. Introduced by: backward stage 8, mma.
+#pragma once
+#include "mma.cuh"
+#include "exp2.cuh"
+
+// A thread has 8 columns of a row: 16 bytes. So many threads have a row together, and a block so many rows:
+constexpr int row_threads = HEAD_DIM <= 64 ? 8 : HEAD_DIM <= 128 ? 16 : 32, block_rows = 256 / row_threads;
+
+// What the main kernel reads and adds to, in HBM, in float. N_q is rounded up to whole tiles, so that no tile
+// is a case of its own.
+struct Workspace {
+  float* dQ_accum;         // (dQ_copies, B, H, N_q, d): in this order, fragments of 16 x 8
+  float* L;                // (B, H, N_q), to the base 2; of rows past the end +infinity: their P is 0
+  float* D;                // (B, H, N_q)
+};
+
+__host__ __device__ inline int padded(int N_q) { return ceil_div(N_q, BLOCK_R) * BLOCK_R; }
+
+// Zeros in dQ_accum; L and D. Line numbers are those of FlashAttention-2's Algorithm 2.
+__global__ void __launch_bounds__(256) prepare_kernel(BwdParams p, Workspace to, int dQ_copies) {
+  const int N = padded(p.N_q), blocks = N / block_rows;                  // `blocks` of a head
+  const int bh = blockIdx.x / blocks, b = bh / p.H, h = bh % p.H;
+  const int row = blockIdx.x % blocks * block_rows + threadIdx.x / row_threads;
+  const int col = threadIdx.x % row_threads * 8;
+  const int64_t padded_row = (int64_t)bh * N + row, all_rows = (int64_t)p.B * p.H * N;
+
+  float sum = 0.f;
+  if (row < p.N_q && col < HEAD_DIM) {
+    __align__(16) ELEMENT O[8], dO[8];
+    *reinterpret_cast<uint4*>(O) =
+        *reinterpret_cast<const uint4*>(p.O.head(b, h) + row * p.O.stride_n + col);
+    *reinterpret_cast<uint4*>(dO) =
+        *reinterpret_cast<const uint4*>(p.dO.head(b, h) + row * p.dO.stride_n + col);
+    for (int e = 0; e < 8; e++) sum += float(dO[e]) * float(O[e]);       // line 4
+  }
+  for (int distance = 1; distance < row_threads; distance *= 2)
+    sum += __shfl_xor_sync(0xffffffff, sum, distance);
+  for (int copy = 0; copy < dQ_copies && col < HEAD_DIM; copy++) {       // line 3
+    float4* dQ = reinterpret_cast<float4*>(to.dQ_accum + (copy * all_rows + padded_row) * HEAD_DIM + col);
+    dQ[0] = dQ[1] = make_float4(0.f, 0.f, 0.f, 0.f);
+  }
+  if (col > 0) return;
+  const bool inside = row < p.N_q;
+  const float L = inside ? p.L[(int64_t)bh * p.N_q + row] : INFINITY;
+  if (p.dL && inside) sum -= p.dL[(int64_t)bh * p.N_q + row];   // P_ij is also the derivative of L_i by S_ij
+  to.L[padded_row] = LOG2_E * L;
+  to.D[padded_row] = L == -INFINITY ? 0.f : sum;       // no key seen: P is 0, but dL may be infinite
+}
