@@ -534,7 +534,7 @@ CONFLICTS = {        # that their headers admit
     "fwd_10_mma": {"Q_smem": 8, "K_smem": 8, "V_smem": 8},
     "bwd_04_register_tiles": dict.fromkeys(("KT_smem", "VT_smem"), 32) | dict.fromkeys(
         ("Q_smem", "dO_smem", "P_smem", "dS_smem"), 4),
-    "bwd_05_vectorized": dict.fromkeys(("KT_smem", "VT_smem"), 16) | dict.fromkeys(
+    "bwd_05_vectorized": dict.fromkeys(("KT_smem", "VT_smem"), 8) | dict.fromkeys(
         ("Q_smem", "dO_smem", "dS_smem"), 2),
 }
 STORED_WITH_CONFLICTS = ("register_tiles", "vectorized")
