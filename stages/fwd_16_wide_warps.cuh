@@ -7,8 +7,7 @@
 // limits:  Br % 16 == 0; Br <= 256; Bc % 16 == 0; Bc <= 128
 // shared:  2 * (Br + 4 * Bc) * ((d + 63) // 64 * 64) + 16 * Br
 // hbm:     4 * B * H * (Tr * N_k * d + N_q * (d + 1))
-// predicted: 1.35x at d=64, 1.25x at d=128: half the ldmatrix of K and V; 1.00x at d=256, where it stays as it
-//          was
+// predicted: 1.35x at d=64, 1.25x at d=128: half the ldmatrix of K and V; 1.00x at d=256, as it was
 //
 // With 16 rows a warp, a fragment of K or V is brought by one ldmatrix and multiplied once: 16 x 16 numbers
 // of K for 16 x 16 of S. With 32 rows, two strips of 16, each fragment serves two products, and shared

@@ -1,4 +1,4 @@
-// Sums in float, and how they become gradients of 16 bits. Introduced by: backward stage 8, mma.
+// Sums in float, and how they become gradients of 16 bits. Introduced by: backward stage 12, late_dq.
 #pragma once
 #include "prepare.cuh"
 
