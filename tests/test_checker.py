@@ -368,7 +368,8 @@ def derived_bytes(stage: str, N: int, d: int, Br: int, Bc: int) -> int:
     return 4 * numbers
 
 
-KEYS_TWICE = ("register_tiles", "vectorized", "conflict_free", "fp32_tuned")     # read K as it is, and once more to transpose it
+# These read K as it is, and once more to transpose it
+KEYS_TWICE = ("register_tiles", "vectorized", "conflict_free", "fp32_tuned")
 
 
 def derived_backward_bytes(stage: str, N: int, d: int, Br: int, Bc: int) -> int:
@@ -530,10 +531,10 @@ def test_backward_requests_as_measured(stage):
 
 
 CONFLICTS = {        # that their headers admit
-    "fwd_07_mma": {"Q_smem": 8, "K_smem": 8, "V_smem": 8},
+    "fwd_10_mma": {"Q_smem": 8, "K_smem": 8, "V_smem": 8},
     "bwd_04_register_tiles": dict.fromkeys(("KT_smem", "VT_smem"), 32) | dict.fromkeys(
         ("Q_smem", "dO_smem", "P_smem", "dS_smem"), 4),
-    "bwd_05_vectorized": dict.fromkeys(("KT_smem", "VT_smem"), 16) | dict.fromkeys(
+    "bwd_05_vectorized": dict.fromkeys(("KT_smem", "VT_smem"), 8) | dict.fromkeys(
         ("Q_smem", "dO_smem", "dS_smem"), 2),
 }
 STORED_WITH_CONFLICTS = ("register_tiles", "vectorized")

@@ -94,64 +94,46 @@ MUTANTS = [
     ("vectorized", "O past its row", r"if \(k >= d\) continue;", ""),
     *(
         (stage, what, pattern, replacement)
-        for stage in ("wmma", "swizzle")   # mma is swizzle but for `at`
+        for stage in ("wmma", "swizzle", "cp_async")   # mma is swizzle but for tile_index
         for what, pattern, replacement in [
-            ("the mask off by one", r"col <= row \+ p.diagonal", "col < row + p.diagonal"),
-            ("the mask from the wrong corner", r"col <= row \+ p.diagonal", "col <= row"),
+            ("the mask off by one", r"row \+ 1 \+ diagonal - col", "row + diagonal - col"),
+            ("the mask from the wrong corner", r"row \+ 1 \+ diagonal - col", "row + 1 - col"),
             ("scale missing", r"\? p.scale \* ", "? "),
             ("the wrong key head", r"h / \(p.H / p.H_kv\)", "h % p.H_kv"),
-            ("L without the maximum", r"m(\[s\]\[r\])? \+ logf", "logf"),
+            ("L without the maximum", r"m(\[r\])? \+ logf", "logf"),
             ("a row that sees no key", r"== -INFINITY \? 0.f : ", "== -INFINITY ? -INFINITY : "),
-            ("0 / 0 for such a row", r"factor = l(\[s\]\[r\])? == 0.f", "factor = false"),
-            ("keys past the end", r"col < p.N_k && \(", "("),
-            ("causal: a tile too few", r"\(i \+ 1\) \* Br \+ p.diagonal", "i * Br + p.diagonal"),
-            ("sum not rescaled", r"l(\[s\]\[r\])? \*= alpha;", ""),
-            ("rows past the end", r"first \+ row < N && ", ""),
+            ("0 / 0 for such a row", r"inv_l = l(\[r\])? == 0.f", "inv_l = false"),
+            ("keys past the end", r"min\(N_k - col, (.*)\) : N_k - col\)", r"\1 : 1)"),
+            ("causal: a tile of keys too few", r"seen_by\(\(i \+ 1\) \* BLOCK_R - 1\)",
+             "seen_by(i * BLOCK_R)"),
+            ("sum not rescaled", r"l(\[r\])? \*= alpha;", ""),
+            ("rows past the end", r"first (\+ first_row )?\+ row < N", "true"),
+        ]
+    ),
+    *(
+        (stage, what, pattern, replacement)
+        for stage in ("swizzle", "cp_async")
+        for what, pattern, replacement in [
+            ("the erratum: diag(...)^-1", r"x \*= alpha;", "x /= alpha;"),
+            ("output not rescaled", r"x \*= alpha;", ""),
+            ("maximum of the lane, not of the row", r"m_new = quad_max\(m_new\);", ""),
+            ("sum of the lane, not of the row", r"l\[r\] = quad_sum\(l\[r\]\);", ""),
+            ("O past its end", r"warp_row \+ row < p.N_q && col < d", "col < d"),
+            ("two chunks in one place", r"\^ row % 8 \* 8", "| row % 8 * 8"),
         ]
     ),
     *(
         ("swizzle", what, pattern, replacement)
         for what, pattern, replacement in [
-            ("the erratum: diag(...)^-1", r"\*= alpha;\n(\s*O_reg.*) \*= alpha", r"/= alpha;\n\1 /= alpha"),
-            ("one row of two not rescaled", r"O_reg\[s\]\[n\]\[2 \* r \+ 1\] \*= alpha;", ""),
-            ("maximum of the lane, not of the row", r"m_new = quad_max\(m_new\);", ""),
-            ("sum of the lane, not of the row", r"l\[s\]\[r\] = quad_sum\(l\[s\]\[r\]\);", ""),
-            ("the quarters of P in another order", r"P_reg\[s\]\[1\] = pack<ELEMENT>\(left\[2\], left\[3\]",
-             "P_reg[s][1] = pack<ELEMENT>(right[0], right[1]"),
-            ("V not transposed", r"ldmatrix_x4_trans", "ldmatrix_x4"),
+            ("the quarters of P in another order", r"A\[2 \* n\] = (.*;\n *)A\[2 \* n \+ 1\]",
+             r"A[n] = \1A[n + 2]"),
+            ("V not transposed", r"ldmatrix_x4_trans\(V", "ldmatrix_x4(V"),
             ("K's rows as V's", r"K_row = .*;", "K_row = lane % 16, K_col = lane / 16 * 8;"),
-            ("the other row of the lane", r"16 \* s \+ 8 \* r \+ group", "16 * s + 8 * (1 - r) + group"),
-            ("O past its end", r"if \(row >= p.N_q\) continue;", ""),
+            ("the other row of the lane", r"lane_row \+ 8 \* r,", "lane_row + 8 * (1 - r),"),
         ]
     ),
-    *((stage, "two pieces in one place", r"\^ row % 8 \* 8", "| row % 8 * 8")
-      for stage in ("swizzle", "cp_async")),
-    *(
-        ("cp_async", what, pattern, replacement)
-        for what, pattern, replacement in [
-            ("the mask off by one", r"c > last - j", "c >= last - j"),
-            ("the mask from the wrong corner", r"row \+ p\.diagonal\) : p\.N_k - 1", "row) : p.N_k - 1"),
-            ("scale missing", r"fabsf\(p\.scale\) \* LOG2_E", "LOG2_E"),
-            ("the wrong key head", r"h / \(p\.H / p\.H_kv\)", "h % p.H_kv"),
-            ("L without the maximum", r"m\[s\]\[r\] \+ log2f", "log2f"),
-            ("L as a power of 2", r"LN_2 \* ", ""),
-            ("a row that sees no key", r"== -INFINITY \? 0\.f : ", "== -INFINITY ? -INFINITY : "),
-            ("0 / 0 for such a row", r"factor = l == 0\.f", "factor = false"),
-            ("keys past the end", r": p\.N_k - 1;   // the last", ": 1 << 20;   // the last"),
-            ("a masked tile taken for a whole one", r"i \* Br \+ 1 \+ p\.diagonal\)",
-             "(i + 1) * Br + p.diagonal)"),
-            ("causal: a tile too few", r"\(i \+ 1\) \* Br \+ p\.diagonal\) : p\.N_k;\n",
-             "i * Br + p.diagonal) : p.N_k;\n"),
-            ("sum not rescaled", r"alpha \* l_smem", "l_smem"),
-            ("rows past the end", r"first \+ first_row \+ row < N", "true"),
-            ("the erratum: diag(...)^-1", r"\*= alpha;\n(\s*O_reg.*) \*= alpha", r"/= alpha;\n\1 /= alpha"),
-            ("maximum of the lane, not of the row", r"quad_max\(x_max\)", "x_max"),
-            ("sum of the lane, not of the row", r"quad_sum\(l_smem", "(l_smem"),
-            ("the same tile again", r"next = \(j \+ 1\) % buffers", "next = j % buffers"),
-            ("a copy not waited for", r"      cp_async_wait<0>\(\);\n", ""),
-            ("O past its end", r"if \(row_of_O < p\.N_q\)", "if (true)"),
-        ]
-    ),
+    ("cp_async", "the same tile again", r"\(j \+ 1\) \* Bc, Bc", "j * Bc, Bc"),
+    ("cp_async", "a copy not waited for", r"    cp_async_wait<0>\(\);\n    __sync", "    __sync"),
     ("wmma", "the erratum: diag(...)^-1", r"alpha \* x\.", "1 / alpha * x."),
     ("wmma", "maximum of the lane, not of the row", r"fmaxf\(m_new, __shfl_xor.*\);", "m_new;"),
     ("wmma", "K not transposed", r"ELEMENT, wmma::col_major", "ELEMENT, wmma::row_major"),

@@ -34,10 +34,11 @@ from reference import (
 )
 from simulator.tables import format_bytes
 from tutorials.figures import DPI
+from tutorials.figures.staircase import staircase as draw_staircase
 
 __all__ = ["DEVICE", "HTML", "Markdown", "Path", "break_stage", "code", "display", "error", "exercises",
            "findings", "flash", "format_bytes", "gpu", "gradient_errors", "gradients", "measure", "plt",
-           "results", "show", "table", "tensors", "times", "torch"]
+           "results", "show", "staircase", "table", "tensors", "times", "torch"]
 
 DEVICE = flash.default_device()
 RESULTS = flash.ROOT / "results"
@@ -216,6 +217,15 @@ def show(figure) -> None:
     few_colours = PIL.Image.open(drawn).convert("RGB").quantize(COLOURS, dither=PIL.Image.Dither.NONE)
     few_colours.save(picture, format="png", optimize=True)  # a quarter of the bytes
     display(Image(picture.getvalue()))
+
+
+def staircase(stage: str, direction: str = "fwd", last: int = 8) -> None:
+    """Show the TFLOP/s of a rung and of those it grew from, as measured; the last so many of them."""
+    found = next((s for s in flash.stages(direction) if s.name == stage), None)
+    if found is None:
+        raise ValueError(f"staircase(): there is no {direction} stage {stage!r}")
+    names = [s.name for s in flash.lineage(found)][::-1]
+    show(draw_staircase(results("h200/rungs"), names[-last:], direction))
 
 
 def exercises(lesson: str) -> Markdown:

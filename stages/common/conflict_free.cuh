@@ -41,6 +41,7 @@ __device__ __forceinline__ void load_swizzled4(float* tile, int pitch, const flo
     if (HEAD_DIM % 32 != 0 && 4 * at.y >= HEAD_DIM) continue;
     float4 x = make_float4(0.f, 0.f, 0.f, 0.f);
     if (first + at.x < N) x = load4(matrix + (first + at.x) * stride_n + 4 * at.y);
-    store_transposed(tile, pitch, at.x, at.y, make_float4(scale * x.x, scale * x.y, scale * x.z, scale * x.w));
+    x = make_float4(scale * x.x, scale * x.y, scale * x.z, scale * x.w);
+    store_transposed(tile, pitch, at.x, at.y, x);
   }
 }

@@ -1,4 +1,4 @@
-// Exponentials to the base 2. Introduced by: forward stage 8, fp32_tuned.
+// Exponentials to the base 2. Introduced by: forward stage 9, fp32_tuned.
 #pragma once
 
 constexpr float LOG2_E = 1.44269504f, LN_2 = 0.693147181f;     // e^x = 2^(x log2(e)); ln(x) = ln(2) log2(x)

@@ -1,4 +1,4 @@
-// Fragments of mma.m16n8k16 and their accumulators. Introduced by: forward stage 10, mma, whose header draws
+// Fragments of mma.m16n8k16 and their accumulators. Introduced by: forward stage 11, mma, whose header draws
 // which lane holds which element.
 //
 // An accumulator here is float acc[n][4]: 16 rows x 8 n columns, spread over a warp. A lane holds two rows of
@@ -43,10 +43,7 @@ __device__ __forceinline__ void for_each(float (&acc)[n_tiles][4], F f) {
 template <int n_tiles, class F>
 __device__ __forceinline__ void for_row(float (&acc)[n_tiles][4], int r, F f) {
   #pragma unroll
-  for (int n = 0; n < n_tiles; n++) {
-    #pragma unroll
-    for (int c = 0; c < 2; c++) f(acc[n][2 * r + c]);
-  }
+  for (int c = 0; c < 2 * n_tiles; c++) f(acc[c / 2][2 * r + c % 2]);
 }
 
 // Neighbouring elements two at a time, rounded, as a register: f(both, row, col)

@@ -1,4 +1,4 @@
-// The order of blocks. Introduced by: forward stage 8, fp32_tuned.
+// The order of blocks. Introduced by: forward stage 9, fp32_tuned.
 #pragma once
 
 struct Work { int tile, bh; };    // of this block: a tile, and the head that it belongs to, of B * H
@@ -11,8 +11,10 @@ struct Work { int tile, bh; };    // of this block: a tile, and the head that it
 // - and L2 holds K and V of few heads at a time, while all of their tiles of Q pass by.
 // The grid has one dimension, tiles * heads blocks: the other two end at 65535.
 __device__ __forceinline__ Work dispatch_order(int tiles, int heads, int heads_together) {
-  const int first = blockIdx.x / (tiles * heads_together) * heads_together;     // of these heads
+  const int block_x = blockIdx.x;
+  if (heads_together >= heads) return {block_x / heads, block_x % heads};     // divisions take time
+  const int first = block_x / (tiles * heads_together) * heads_together;     // of these heads
   const int together = min(heads_together, heads - first);                      // the last ones may be fewer
-  const int block = blockIdx.x - first * tiles;
+  const int block = block_x - first * tiles;
   return {block / together, first + block % together};
 }

@@ -29,9 +29,8 @@ template <int L, int threads>
 __device__ __forceinline__ int2 nth_float4(int n, int tile_rows) {
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const int down = tile_rows * L / 32, high = min(threads / 32, down), wide = threads / 32 / high;
-  const int row = (n % (down / high) * high + warp % high) * (32 / L) + lane / L;
-  const int k4 = (n / (down / high) * wide + warp / high) * L + lane % L;
-  return make_int2(row, k4);
+  return make_int2((n % (down / high) * high + warp % high) * (32 / L) + lane / L,
+                   (n / (down / high) * wide + warp / high) * L + lane % L);
 }
 
 // As load_tile (common/tile.cuh), 16 bytes at a time. Rows of the tile are `pitch` floats long, a multiple of
@@ -51,15 +50,17 @@ __device__ __forceinline__ void load_tile4(float* tile, int pitch, const float* 
 
 // As load_transposed (common/transposed.cuh), 16 bytes of HBM at a time.
 template <int threads>
-__device__ __forceinline__ void load_transposed4(float* tile, int pitch, const float* matrix, int64_t stride_n,
-                                                 int first, int tile_rows, int N) {
-  for (int t = threadIdx.x; t < tile_rows * (HEAD_DIM / 4); t += threads) {
-    const int row = t / (HEAD_DIM / 4), k = t % (HEAD_DIM / 4) * 4;
+__device__ __forceinline__ void load_transposed4(float* tile, int pitch, const float* matrix,
+                                                 int64_t stride_n, int first, int tile_rows, int N) {
+  #pragma unroll 4
+  for (int n = 0; n < tile_rows * ((HEAD_DIM + 31) / 32) * 8 / threads; n++) {
+    const int2 at = nth_float4<8, threads>(n, tile_rows);
+    if (HEAD_DIM % 32 != 0 && 4 * at.y >= HEAD_DIM) continue;
     float4 x = make_float4(0.f, 0.f, 0.f, 0.f);
-    if (first + row < N) x = load4(matrix + (first + row) * stride_n + k);
-    tile[k * pitch + row] = x.x;
-    tile[(k + 1) * pitch + row] = x.y;
-    tile[(k + 2) * pitch + row] = x.z;
-    tile[(k + 3) * pitch + row] = x.w;
+    if (first + at.x < N) x = load4(matrix + (first + at.x) * stride_n + 4 * at.y);
+    tile[4 * at.y * pitch + at.x] = x.x;
+    tile[(4 * at.y + 1) * pitch + at.x] = x.y;
+    tile[(4 * at.y + 2) * pitch + at.x] = x.z;
+    tile[(4 * at.y + 3) * pitch + at.x] = x.w;
   }
 }

@@ -1,4 +1,4 @@
-// Forward stage 6: wmma
+// Forward stage 10: wmma
 // idea:    tensor cores by the portable API; S, P and O through shared memory
 // types:   fp16, bf16
 // needs:   sm_70; bf16: sm_80
@@ -7,6 +7,7 @@
 // limits:  Br % 16 == 0; Br <= 128; Bc % 16 == 0; Bc <= 128
 // shared:  (6 * Br + 4 * Bc) * ((d + 15) // 16 * 16 + 8) + 4 * Br * (Bc + 8)
 // hbm:     4 * B * H * (Tr * N_k * d + N_q * (d + 1))
+// predicted: 3x at d=64 and d=128: tensor cores multiply; but S, P and O go through shared memory
 //
 // The algorithm is flash2's, FlashAttention-2's Algorithm 1. What changes is who multiplies: tensor cores,
 // which compute C += A B for whole matrices, here of 16 x 16, in a few instructions. A and B have 16 bits a
@@ -52,43 +53,37 @@
 //
 // HBM traffic without caches (hbm, above): the same numbers as in flash2, of 2 bytes each; those of L have 4.
 //
-// Changed from flash2: the types, both products, and with them where S, P and O live and who works on a row;
-// load_tile. (And a thread may have all the registers it wants: shared memory is the limit to the blocks.)
+// CUDA 12 compiles this for sm_70 and later, CUDA 13 for sm_75 and later: it has given up sm_70.
 //
-// Bound by shared memory, which S, P and O go through: busy 60 % of the time, the tensor cores 13 % (H200,
-// bf16, B4 H12 N1024 d64 causal).
+// Changed from flash2: the types, both products, and with them where S, P and O live and who works on a row;
+// load_tile, which is in common/tile16.cuh and asks tile_index() where an element goes. (And a thread may
+// have all the registers it wants: shared memory is the limit to the blocks.)
+//
+// Bound by shared memory, which S, P and O go through: it is busy 60 % of the time, the tensor cores 13 %
+// (H200, bf16, B4 H12 N1024 d64 causal).
 #pragma once
 #include <mma.h>
 
 #include "common/launch.cuh"
+#include "common/mask.cuh"
+#include "common/tile16.cuh"
 #include "common/vector.cuh"
 using namespace nvcuda;
 
 constexpr int d = HEAD_DIM;
 constexpr int Br = BLOCK_R, Bc = BLOCK_C;
 constexpr int warps = Br / 16, threads = 32 * warps;
-constexpr int width = (d + 15) / 16 * 16;   // d, rounded up
-constexpr int pitch = width + 8;            // from a row of Q, K, V to the next, in elements; of O, in floats
-constexpr int S_pitch = Bc + 8;             // the same for P, in elements, and for S, in floats
-constexpr int cols = Bc / 2;                // columns of S per lane
+constexpr int pitch = width + 8;          // from a row of Q, K, V to the next, in elements; of O: in floats
+constexpr int S_pitch = Bc + 8;           // the same for P, in elements, and for S, in floats
+constexpr int cols = Bc / 2;              // columns of S per lane
 
 using FragmentA = wmma::fragment<wmma::matrix_a, 16, 16, 16, ELEMENT, wmma::row_major>;    // Q, P
 using FragmentKT = wmma::fragment<wmma::matrix_b, 16, 16, 16, ELEMENT, wmma::col_major>;   // K^T: rows of K
 using FragmentV = wmma::fragment<wmma::matrix_b, 16, 16, 16, ELEMENT, wmma::row_major>;
 using FragmentC = wmma::fragment<wmma::accumulator, 16, 16, 16, float>;                    // S, O
 
-// Copy rows [first, first + rows) of `matrix` to `tile`, 8 elements at a time. Rows from N on, and columns
-// from d on, become zeros.
-__device__ __forceinline__ void load_tile(ELEMENT* tile, const ELEMENT* matrix, int64_t stride_n, int first,
-                                          int rows, int N) {
-  for (int t = threadIdx.x; t < rows * width / 8; t += threads) {
-    const int row = t / (width / 8), k = t % (width / 8) * 8;
-    uint4 eight = make_uint4(0, 0, 0, 0);
-    if (first + row < N && k < d)
-      eight = *reinterpret_cast<const uint4*>(matrix + (first + row) * stride_n + k);
-    *reinterpret_cast<uint4*>(tile + row * pitch + k) = eight;
-  }
-}
+// Where the element (row, col) of a tile is
+__device__ __forceinline__ int tile_index(int row, int col) { return row * pitch + col; }
 
 // Four neighbouring numbers as ELEMENTs: one instruction for 8 bytes, at a multiple of 8
 __device__ __forceinline__ void store4(ELEMENT* to, float x, float y, float z, float w) {
@@ -97,21 +92,26 @@ __device__ __forceinline__ void store4(ELEMENT* to, float x, float y, float z, f
 }
 
 // One block per tile of Q. Line numbers are those of Algorithm 1.
-__global__ void __launch_bounds__(threads, 1) wmma_kernel(FwdParams p) {
-  const int Tr = ceil_div(p.N_q, Br);                                    // 1, 2
-  const int i = blockIdx.x % Tr, bh = blockIdx.x / Tr;                   // 3
+__global__ void __launch_bounds__(threads, 1) forward_kernel(FwdParams p) {
+  const int Tr = ceil_div(p.N_q, Br);                                    // lines 1, 2
+  const int i = blockIdx.x % Tr, bh = blockIdx.x / Tr;                   // line 3
   const int b = bh / p.H, h = bh % p.H, h_kv = h / (p.H / p.H_kv);
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const int warp_row = i * Br + 16 * warp;     // the first row of this warp's 16
   // A row has two lanes, which take four columns in turn; first_col is where this lane's first four start.
-  const int row = i * Br + 16 * warp + lane / 2, first_col = lane % 2 * 4;
+  const int row = warp_row + lane / 2, first_col = lane % 2 * 4;
+  const Mask mask(p);
+  const ELEMENT* K = p.K.head(b, h_kv);
+  const ELEMENT* V = p.V.head(b, h_kv);
+  ELEMENT* O = p.O.head(b, h);
 
-  extern __shared__ __align__(32) float smem[];
-  float* O_smem = smem;                                  // Br x width
-  float* S_smem = O_smem + Br * pitch;                   // Br x Bc
-  ELEMENT* Q_smem = reinterpret_cast<ELEMENT*>(S_smem + Br * S_pitch);   // Br x width
-  ELEMENT* K_smem = Q_smem + Br * pitch;                 // Bc x width
-  ELEMENT* V_smem = K_smem + Bc * pitch;                 // Bc x width
-  load_tile(Q_smem, p.Q.head(b, h), p.Q.stride_n, i * Br, Br, p.N_q);               // 4
+  extern __shared__ __align__(128) ELEMENT smem[];
+  ELEMENT* Q_smem = smem;                   // Br x d, rows `pitch` apart
+  ELEMENT* K_smem = Q_smem + Br * pitch;    // Bc x d, the same
+  ELEMENT* V_smem = K_smem + Bc * pitch;    // the same
+  float* O_smem = reinterpret_cast<float*>(V_smem + Bc * pitch);    // Br x d, the same
+  float* S_smem = O_smem + Br * pitch;      // Br x Bc, rows `S_pitch` apart
+  load_tile<threads>(Q_smem, tile_index, p.Q.head(b, h), p.Q.stride_n, i * Br, Br, p.N_q); // line 4
 
   // This warp's 16 rows; P takes the place of S.
   const ELEMENT* Q_warp = Q_smem + 16 * warp * pitch;
@@ -123,39 +123,36 @@ __global__ void __launch_bounds__(threads, 1) wmma_kernel(FwdParams p) {
   float* S_row = S_warp + lane / 2 * S_pitch + first_col;
   ELEMENT* P_row = P_warp + lane / 2 * S_pitch + first_col;
 
-  for (int k = 0; k < width; k += 8) store4(O_row + k, 0.f, 0.f, 0.f, 0.f);         // 5
+  for (int k = 0; k < width; k += 8) store4(O_row + k, 0.f, 0.f, 0.f, 0.f); // line 5
   float m = -INFINITY, l = 0.f;           // l: the sum over this lane's columns
 
-  // causal: row q sees q + 1 + diagonal keys, and the tile's last row is (i + 1) * Br - 1
-  const int keys = CAUSAL ? min(p.N_k, (i + 1) * Br + p.diagonal) : p.N_k;
-  for (int j = 0; j * Bc < keys; j++) {                                  // 6
+  for (int j = 0; j < mask.end_j(i); j++) {                              // line 6
     __syncthreads();                      // all are done with the last tiles, which are now overwritten
-    load_tile(K_smem, p.K.head(b, h_kv), p.K.stride_n, j * Bc, Bc, p.N_k);          // 7
-    load_tile(V_smem, p.V.head(b, h_kv), p.V.stride_n, j * Bc, Bc, p.N_k);
+    load_tile<threads>(K_smem, tile_index, K, p.K.stride_n, j * Bc, Bc, p.N_k);            // line 7
+    load_tile<threads>(V_smem, tile_index, V, p.V.stride_n, j * Bc, Bc, p.N_k);
     __syncthreads();                      // nobody reads before everybody has written
 
-    FragmentC S_frag[Bc / 16];                                           // 8: S_ij = Q_i K_j^T
-    for (int c = 0; c < Bc / 16; c++) wmma::fill_fragment(S_frag[c], 0.f);
-    for (int k = 0; k < width; k += 16) {
+    FragmentC S_frag[Bc / 16];                                           // line 8: S_ij = Q_i K_j^T
+    for (int n = 0; n < Bc / 16; n++) wmma::fill_fragment(S_frag[n], 0.f);
+    for (int k = 0; k < width / 16; k++) {
       FragmentA Q_frag;
-      wmma::load_matrix_sync(Q_frag, Q_warp + k, pitch);
-      for (int c = 0; c < Bc / 16; c++) {
+      wmma::load_matrix_sync(Q_frag, Q_warp + 16 * k, pitch);
+      for (int n = 0; n < Bc / 16; n++) {
         FragmentKT K_frag;
-        wmma::load_matrix_sync(K_frag, K_smem + 16 * c * pitch + k, pitch);
-        wmma::mma_sync(S_frag[c], Q_frag, K_frag, S_frag[c]);
+        wmma::load_matrix_sync(K_frag, K_smem + 16 * n * pitch + 16 * k, pitch);
+        wmma::mma_sync(S_frag[n], Q_frag, K_frag, S_frag[n]);
       }
     }
-    for (int c = 0; c < Bc / 16; c++)
-      wmma::store_matrix_sync(S_warp + 16 * c, S_frag[c], S_pitch, wmma::mem_row_major);
+    for (int n = 0; n < Bc / 16; n++)
+      wmma::store_matrix_sync(S_warp + 16 * n, S_frag[n], S_pitch, wmma::mem_row_major);
     __syncwarp();                         // a lane reads what others have stored
 
-    float S_reg[cols], m_new = m;                                        // 9
+    float S_reg[cols], m_new = m;                                        // line 9
     load(S_reg, S_row, 0, 8);
     __syncwarp();                         // all have read S: P may overwrite it
     for (int c = 0; c < cols; c++) {
       const int col = j * Bc + first_col + c / 4 * 8 + c % 4;
-      const bool visible = col < p.N_k && (!CAUSAL || col <= row + p.diagonal);
-      S_reg[c] = visible ? p.scale * S_reg[c] : -INFINITY;
+      S_reg[c] = mask.sees(row, col) ? p.scale * S_reg[c] : -INFINITY;
       m_new = fmaxf(m_new, S_reg[c]);
     }
     m_new = fmaxf(m_new, __shfl_xor_sync(0xffffffff, m_new, 1));
@@ -170,44 +167,44 @@ __global__ void __launch_bounds__(threads, 1) wmma_kernel(FwdParams p) {
     for (int c = 0; c < cols; c += 4)
       store4(P_row + 2 * c, S_reg[c], S_reg[c + 1], S_reg[c + 2], S_reg[c + 3]);
     if (alpha != 1.f) {
-      for (int k = 0; k < width; k += 8) {                               // 10: e^(m - m_new) O
+      for (int k = 0; k < width; k += 8) {                               // line 10: e^(m - m_new) O
         const float4 x = load4(O_row + k);
         store4(O_row + k, alpha * x.x, alpha * x.y, alpha * x.z, alpha * x.w);
       }
     }
     __syncwarp();                         // a warp reads only the rows of P and O that it wrote itself
 
-    FragmentA P_frag[Bc / 16];                                           // 10: + P~_ij V_j
-    for (int c = 0; c < Bc / 16; c++) wmma::load_matrix_sync(P_frag[c], P_warp + 16 * c, S_pitch);
-    for (int k = 0; k < width; k += 16) {
+    FragmentA P_frag[Bc / 16];                                           // line 10: + P~_ij V_j
+    for (int k = 0; k < Bc / 16; k++) wmma::load_matrix_sync(P_frag[k], P_warp + 16 * k, S_pitch);
+    for (int n = 0; n < width / 16; n++) {
       FragmentC O_frag;
-      wmma::load_matrix_sync(O_frag, O_warp + k, pitch, wmma::mem_row_major);
-      for (int c = 0; c < Bc / 16; c++) {
+      wmma::load_matrix_sync(O_frag, O_warp + 16 * n, pitch, wmma::mem_row_major);
+      for (int k = 0; k < Bc / 16; k++) {
         FragmentV V_frag;
-        wmma::load_matrix_sync(V_frag, V_smem + 16 * c * pitch + k, pitch);
-        wmma::mma_sync(O_frag, P_frag[c], V_frag, O_frag);
+        wmma::load_matrix_sync(V_frag, V_smem + 16 * k * pitch + 16 * n, pitch);
+        wmma::mma_sync(O_frag, P_frag[k], V_frag, O_frag);
       }
-      wmma::store_matrix_sync(O_warp + k, O_frag, pitch, wmma::mem_row_major);
+      wmma::store_matrix_sync(O_warp + 16 * n, O_frag, pitch, wmma::mem_row_major);
     }
-  }                                                                      // 11
+  }                                                                      // line 11
   __syncwarp();                           // a lane reads what others have stored
 
   l += __shfl_xor_sync(0xffffffff, l, 1);
   if (row >= p.N_q) return;
-  const float factor = l == 0.f ? 0.f : 1.f / l;
-  ELEMENT* O = p.O.head(b, h) + row * p.O.stride_n + first_col;
-  for (int k = 0; k < d; k += 8) {                                       // 12, 14
+  const float inv_l = l == 0.f ? 0.f : 1.f / l;
+  for (int k = 0; k < d; k += 8) {                                       // lines 12, 14
     const float4 x = load4(O_row + k);
-    store4(O + k, factor * x.x, factor * x.y, factor * x.z, factor * x.w);
+    store4(O + row * p.O.stride_n + first_col + k, inv_l * x.x, inv_l * x.y, inv_l * x.z, inv_l * x.w);
   }
-  if (lane % 2 == 0) p.L[(int64_t)bh * p.N_q + row] = l == 0.f ? -INFINITY : m + logf(l);           // 13, 15
+  if (lane % 2 == 0)                                                     // lines 13, 15
+    p.L[(int64_t)bh * p.N_q + row] = l == 0.f ? -INFINITY : m + logf(l);
 }
 
 size_t workspace_bytes(const FwdParams&) { return 0; }
 
 cudaError_t launch(const FwdParams& p, cudaStream_t stream) {
   const size_t bytes = sizeof(ELEMENT) * (Br + 2 * Bc) * pitch + sizeof(float) * Br * (pitch + S_pitch);
-  allow_shared_memory(wmma_kernel, bytes);
-  wmma_kernel<<<p.B * p.H * ceil_div(p.N_q, Br), threads, bytes, stream>>>(p);
+  allow_shared_memory(forward_kernel, bytes);
+  forward_kernel<<<p.B * p.H * ceil_div(p.N_q, Br), threads, bytes, stream>>>(p);
   return cudaGetLastError();
 }

@@ -1,0 +1,45 @@
+// What happens to a tile of S between the two products. Introduced by: forward stage 14, exp2.
+#pragma once
+#include "exp2.cuh"
+#include "mask.cuh"
+#include "mma.cuh"
+
+// c = scale * log2(e), so that 2^(c x) = e^(scale x); without the scale's sign, which is given to S. Not 0,
+// as 0 times -infinity is NaN: then the least normal number instead.
+__device__ __forceinline__ float scale_log2(float scale) { return fmaxf(fabsf(scale) * LOG2_E, 1.2e-38f); }
+
+// -infinity for the elements of S that do not count. Its element (0, 0) is of query `row` and key `col`.
+template <int n_tiles>
+__device__ __forceinline__ void mask_tile(float (&S)[n_tiles][4], const Mask& mask, int row, int col) {
+  row += threadIdx.x % 32 / 4;                     // this lane's
+  col += threadIdx.x % 4 * 2;
+  #pragma unroll
+  for (int r = 0; r < 2; r++) {
+    #pragma unroll
+    for (int n = 0; n < n_tiles; n++) {
+      #pragma unroll
+      for (int c = 0; c < 2; c++)
+        if (!mask.sees_key(row + 8 * r, col, 8 * n + c)) S[n][2 * r + c] = -INFINITY;
+    }
+  }
+}
+
+// This lane's r-th row of S (r = 0, 1) becomes P~ = 2^(c x - m). m, the row's maximum of c x, and l, the sum
+// of P~ over this lane's columns, follow. Returns 2^(m - m_new), what l and O so far are to be multiplied by.
+// cut: of a tile that is not, each row has seen a key, and m is no -infinity.
+template <int n_tiles>
+__device__ __forceinline__ float softmax_step(float (&S)[n_tiles][4], int r, float& m, float& l, float c,
+                                              bool cut) {
+  float x_max = -INFINITY, l_tile = 0.f;
+  for_row(S, r, [&](float& x) { x_max = fmaxf(x_max, x); });
+  const float m_new = fmaxf(m, c * quad_max(x_max));
+  const float shift = cut && m_new == -INFINITY ? 0.f : m_new;           // no key: -inf - -inf is NaN
+  const float alpha = fast_exp2(m - shift);
+  for_row(S, r, [&](float& x) {
+    x = fast_exp2(c * x - shift);
+    l_tile += x;
+  });
+  l = alpha * l + l_tile;
+  m = m_new;
+  return alpha;
+}

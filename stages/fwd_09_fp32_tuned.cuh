@@ -1,0 +1,215 @@
+// Forward stage 9: fp32_tuned
+// idea:    what is left: exp2, masked tiles apart, heavy tiles first, occupancy, tiles by size of the call
+// types:   fp32
+// needs:   any GPU
+// after:   prefetch
+// default: any GPU
+// tiles:   Br=128 Bc=64; d > 64: Br=128 Bc=32; rows < 65536: Br=64 Bc=64; d > 128: Br=64 Bc=32;
+//          32768 <= rows < 65536 and d == 64 and not causal: Br=128 Bc=32
+// limits:  Br in (32, 64, 128); Bc in (32, 64)
+// shared:  4 * (Br * d + Bc * (d + (d + 31) // 32 * 32) + Br * Bc)
+// hbm:     4 * B * H * (2 * Tr * N_k * d + N_q * (2 * d + 1))
+// predicted: causal 1.25x at d=64, 1.15x at d=128, without a mask 1.1x: fewer instructions a score, less tail
+//
+// Constants, order and scheduling. The algorithm and the layouts are prefetch's.
+//
+//   - The scale is multiplied into Q once, with log2(e): S is then an exponent of 2 instead of e, and 2^x is
+//     one instruction (common/exp2.cuh).
+//   - The mask is asked only in tiles that it cuts. A row's sum is added up over its lanes at the end only.
+//   - With a causal mask the tiles of Q that see most keys start first (common/order.cuh).
+//   - Small calls get smaller tiles (`tiles`; rows is B * H * N_q), because they would have too few blocks
+//     for the GPU. Between small and large, without a mask, Br = 128 and Bc = 32: three blocks fit on a
+//     multiprocessor, 396 on an H200, for up to 50688 rows at once.
+//   - Where 168 registers do, three blocks of 128 threads run on a multiprocessor instead of two, and the
+//     compiler is told so (blocks_per_sm).
+//   - How often loops are unrolled, and whether the outer product goes by rows or by columns, was measured.
+//
+// HBM traffic without caches (hbm, above): as in flash2; K and V half as often where Br is twice flash2's.
+//
+// Changed from prefetch: the list above, and nothing else.
+//
+// The multipliers are busy 62 % of the time, issue slots 76 %, shared memory 52 %, HBM 5 % (H200, B4 H12
+// N1024 d64 causal). PyTorch's product of large fp32 matrices gets 77 % of the multipliers.
+#pragma once
+#include "common/conflict_free.cuh"
+#include "common/exp2.cuh"
+#include "common/launch.cuh"
+#include "common/mask.cuh"
+#include "common/order.cuh"
+#include "common/outer_product.cuh"
+#include "common/vector.cuh"
+
+constexpr int d = HEAD_DIM;
+constexpr int Br = BLOCK_R, Bc = BLOCK_C;
+constexpr int rows = Br >= 128 && d <= 128 ? 8 : 4;  // rows of S and O per thread
+constexpr int cols = Bc / 8;                         // columns of S per thread
+constexpr int dims = (d + 31) / 32 * 4;              // columns of O per thread
+constexpr int width = 8 * dims;                      // d, rounded up
+constexpr int warps = Br / (4 * rows), threads = 32 * warps;
+constexpr bool small = rows == 4 ? d <= 64 : d == 64 && Bc == 32 && !CAUSAL;   // will 168 registers do?
+constexpr int occupancy = small ? 384 : 256;         // threads that a multiprocessor has registers for
+constexpr int blocks_per_sm = occupancy > threads ? occupancy / threads : 1;
+constexpr int unroll_S = (rows == 4 && d > 64) || (rows == 8 && small) ? 16 : 8;      // as measured
+constexpr int unroll_P = rows == 4 && d <= 64 ? 2 : 1;
+constexpr bool prefetch = d <= 64;                   // are there registers left for the next tile of K?
+constexpr int staged = Bc * width / 4 / threads;     // float4s of a tile of K per thread
+
+// K_j, on its way from HBM to shared memory. `left`: keys from its first one on.
+__device__ __forceinline__ void stage_tile(float4 (&x)[staged], const float* K, int64_t stride_n, int left) {
+  #pragma unroll
+  for (int n = 0; n < staged; n++) {
+    const int2 at = nth_float4<2, threads>(n, Bc);
+    const bool inside = at.x < left && (width == d || 4 * at.y < d);
+    x[n] = inside ? load4(K + at.x * stride_n + 4 * at.y) : make_float4(0.f, 0.f, 0.f, 0.f);
+  }
+}
+
+__device__ __forceinline__ void store_tile(float* K_smem, const float4 (&x)[staged]) {
+  #pragma unroll
+  for (int n = 0; n < staged; n++) {
+    const int2 at = nth_float4<2, threads>(n, Bc);
+    if (width == d || 4 * at.y < d) store_transposed(K_smem, Bc, at.x, at.y, x[n]);
+  }
+}
+
+// Column c of row x of P_smem is at c ^ P_swizzle(x), so that the 8 float4s which a quarter of a warp stores
+// at a time, two in each of four rows, fall into different banks.
+__device__ __forceinline__ int P_swizzle(int x) { return x % 4 * 8; }
+
+// Over the 8 lanes that share a row, which differ in the bits 0, 2 and 3 (lane_col8)
+__device__ __forceinline__ float max_of_8(float x) {
+  for (int distance : {1, 4, 8}) x = fmaxf(x, __shfl_xor_sync(0xffffffff, x, distance));
+  return x;
+}
+
+__device__ __forceinline__ float sum_of_8(float x) {
+  for (int distance : {1, 4, 8}) x += __shfl_xor_sync(0xffffffff, x, distance);
+  return x;
+}
+
+// One block per tile of Q. Line numbers are those of Algorithm 1.
+__global__ void __launch_bounds__(threads, blocks_per_sm) forward_kernel(FwdParams p) {
+  const int Tr = ceil_div(p.N_q, Br);                                    // lines 1, 2
+  const Work work = dispatch_order(Tr, p.B * p.H, CAUSAL ? p.B * p.H : 1);
+  const int i = CAUSAL ? Tr - 1 - work.tile : work.tile, bh = work.bh;   // line 3; causal: the heaviest first
+  const int b = bh / p.H, h = bh % p.H, h_kv = h / (p.H / p.H_kv);
+  const Mask mask(p);
+  // Rows and columns come in fours; first_row and first_col are where this thread's first four start.
+  const int first_row = threadIdx.x / 32 * 4 * rows + 4 * lane_row4(), first_col = 4 * lane_col8();
+  auto row_of = [&](int r) { return first_row + r / 4 * 16 + r % 4; };   // this thread's r-th row of a tile
+  auto col_of = [&](int c) { return first_col + c / 4 * 32 + c % 4; };
+  const float* K = p.K.head(b, h_kv);
+  const float* V = p.V.head(b, h_kv);
+
+  extern __shared__ __align__(16) float smem[];
+  float* Q_smem = smem;                   // d x Br: transposed
+  float* K_smem = Q_smem + Br * d;        // d x Bc: transposed
+  float* V_smem = K_smem + Bc * d;        // Bc x width
+  float* P_smem = V_smem + Bc * width;    // Bc x Br: transposed
+  const float scale = p.scale * LOG2_E;   // into Q at once: e^x = 2^(x log2(e))
+  load_swizzled4<threads>(Q_smem, Br, p.Q.head(b, h), p.Q.stride_n, i * Br, Br, p.N_q, scale);  // line 4
+  float4 K_staged[staged];
+  stage_tile(K_staged, K, p.K.stride_n, p.N_k);                          // line 7
+  store_tile(K_smem, K_staged);
+  __syncthreads();                        // nobody reads before everybody has written
+
+  float O_reg[rows][dims] = {}, m[rows], l[rows];                        // line 5
+  for (int r = 0; r < rows; r++) {
+    m[r] = -INFINITY;
+    l[r] = 0.f;
+  }
+
+  for (int j = 0; j < mask.end_j(i); j++) {                              // line 6
+    float S_reg[rows][cols] = {};                                        // line 8: S_ij = Q_i K_j^T
+    #pragma unroll (unroll_S)
+    for (int k = 0; k < d; k++) {
+      float query[rows], key[cols];
+      load(query, Q_smem + k * Br, first_row, 16, swizzle_of(k));
+      load(key, K_smem + k * Bc, first_col, 32, swizzle_of(k));
+      add_outer_product<(cols < rows)>(S_reg, query, key);     // 8 x 4: along the rows, as measured
+    }
+
+    if (j >= mask.cut_j(i)) {
+      #pragma unroll
+      for (int r = 0; r < rows; r++) {
+        const int row = i * Br + row_of(r);
+        for (int c = 0; c < cols; c++) {
+          const int col = j * Bc + col_of(c);
+          if (!mask.sees(row, col)) S_reg[r][c] = -INFINITY;
+        }
+      }
+    }
+
+    #pragma unroll
+    for (int r = 0; r < rows; r++) {                                     // line 9
+      float m_new = m[r];
+      for (int c = 0; c < cols; c++) m_new = fmaxf(m_new, S_reg[r][c]);
+      m_new = max_of_8(m_new);
+      const float shift = m_new == -INFINITY ? 0.f : m_new;              // no key: -inf - -inf is NaN
+      const float alpha = fast_exp2(m[r] - shift);
+      m[r] = m_new;
+      l[r] *= alpha;                      // of this lane: those of the row are added up at the end
+      for (int c = 0; c < cols; c++) {
+        S_reg[r][c] = fast_exp2(S_reg[r][c] - shift);                    // P
+        l[r] += S_reg[r][c];
+      }
+      for (int c = 0; c < dims; c++) O_reg[r][c] *= alpha;               // line 10: e^(m - m_new) O
+    }
+    for (int c = 0; c < cols; c++) {
+      // The row of P_smem for key col_of(c). It is not col_of(c) itself: like this, x % 4 is known when the
+      // loop over x below is unrolled, and with it P_swizzle(x).
+      const int x = lane_col8() + c % 4 * 8 + c / 4 * 32;
+      for (int r = 0; r < rows; r += 4)
+        store4(P_smem + x * Br + (row_of(r) ^ P_swizzle(lane_col8())),
+               S_reg[r][c], S_reg[r + 1][c], S_reg[r + 2][c], S_reg[r + 3][c]);
+    }
+
+    load_tile4<threads>(V_smem, width, V, p.V.stride_n, 0, Bc, p.N_k - j * Bc);            // line 7
+    __syncthreads();                      // V_j is there; and all are done with K_j
+    K += Bc * p.K.stride_n;
+    if (prefetch) stage_tile(K_staged, K, p.K.stride_n, p.N_k - (j + 1) * Bc);
+
+    #pragma unroll (unroll_P)
+    for (int y = 0; y < Bc / 8; y++) {                                   // line 10: + P~_ij V_j
+      #pragma unroll
+      for (int x = 0; x < 8; x++) {       // row 8 * y + x of P_smem is that of this key:
+        const int col = 4 * x + y % 4 + y / 4 * 32;
+        float P[rows], value[dims];
+        load(P, P_smem + (8 * y + x) * Br, first_row, 16, P_swizzle(x));
+        load(value, V_smem + col * width, first_col, 32);
+        add_outer_product(O_reg, P, value);
+      }
+    }
+
+    V += Bc * p.V.stride_n;               // not above: like this, 168 registers do (sm_75, sm_80)
+    if (!prefetch) stage_tile(K_staged, K, p.K.stride_n, p.N_k - (j + 1) * Bc);
+    store_tile(K_smem, K_staged);
+    __syncthreads();                      // K_j+1 is there; and all are done with V_j
+  }                                                                      // line 11
+
+  float* O = p.O.head(bh / p.H, bh % p.H);    // not before: b and h would take registers all the while
+  #pragma unroll
+  for (int r = 0; r < rows; r++) {
+    const int row = i * Br + row_of(r);
+    l[r] = sum_of_8(l[r]);
+    if (row >= p.N_q) continue;
+    const float inv_l = l[r] == 0.f ? 0.f : 1.f / l[r];
+    for (int c = 0; c < dims; c += 4) {                                  // lines 12, 14
+      const int k = col_of(c);
+      if (k >= d) continue;
+      store4(O + row * p.O.stride_n + k, inv_l * O_reg[r][c], inv_l * O_reg[r][c + 1],
+             inv_l * O_reg[r][c + 2], inv_l * O_reg[r][c + 3]);
+    }
+    if (first_col == 0)                                                  // lines 13, 15
+      p.L[(int64_t)bh * p.N_q + row] = l[r] == 0.f ? -INFINITY : LN_2 * (m[r] + log2f(l[r]));
+  }
+}
+
+size_t workspace_bytes(const FwdParams&) { return 0; }
+
+cudaError_t launch(const FwdParams& p, cudaStream_t stream) {
+  const size_t bytes = sizeof(float) * (Br * d + Bc * d + Bc * width + Br * Bc);
+  allow_shared_memory(forward_kernel, bytes);
+  forward_kernel<<<p.B * p.H * ceil_div(p.N_q, Br), threads, bytes, stream>>>(p);
+  return cudaGetLastError();
+}

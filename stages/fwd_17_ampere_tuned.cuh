@@ -1,0 +1,208 @@
+// Forward stage 17: ampere_tuned
+// idea:    what is left: order of blocks, tile sizes, one buffer at d > 128, O by 16-byte stores
+// types:   fp16, bf16
+// needs:   sm_80
+// after:   wide_warps
+// default: sm_80
+// tiles:   Br=128 Bc=128; d > 64: Br=128 Bc=64;
+//          rows < 65536 and d <= 64 or rows < 32768 and causal: Br=64 Bc=64; d > 128: Br=64 Bc=80
+// limits:  Br % 16 == 0; Br <= 256; Bc % 16 == 0; Bc <= 128
+// shared:  2 * (Br + (4 if d <= 128 else 2) * Bc) * ((d + 63) // 64 * 64) + 16 * Br
+// hbm:     4 * B * H * (Tr * N_k * d + N_q * (d + 1))
+// predicted: 1.05x at d=64 and d=128, 1.2x at d=256; causal 1.15x: the heaviest tiles start first
+//
+// What is left: constants, order and scheduling. Each is a few lines.
+//
+//   - The order of the blocks (common/order.cuh). Causal: the last tiles of Q of all heads come first, as
+//     they see most keys. Else 16 heads at a time, whose K and V the L2 cache can hold while all tiles of Q
+//     pass by.
+//   - Tile sizes by the size of the call. Small ones get Br = 64: more blocks, with 16 rows a warp each,
+//     where multiprocessors would have stood idle.
+//   - For d > 128 shared memory has room for one tile each of K and V, if two blocks are to fit on a
+//     multiprocessor: the products of one run while the other makes exponentials. V_j comes during S, K_j+1
+//     after it, and a tile takes a second barrier. (At d = 256, two blocks with Bc = 80 fill the 228 KB of an
+//     H100 or H200 to the last byte. Others have room for one.)
+//   - O leaves through the warp's own rows of Q_smem, so that rows go to HBM in 16-byte stores.
+//
+// HBM traffic without caches (hbm, above): as in flash2, with 2 bytes an element; L stays a float.
+#pragma once
+#include "common/address.cuh"
+#include "common/copy_tile.cuh"
+#include "common/launch.cuh"
+#include "common/mask.cuh"
+#include "common/mma.cuh"
+#include "common/order.cuh"
+#include "common/softmax.cuh"
+#include "common/strips.cuh"
+#include "common/swizzle.cuh"
+#include "common/tile16.cuh"
+
+constexpr int d = HEAD_DIM;
+constexpr int Br = BLOCK_R, Bc = BLOCK_C;
+constexpr int pitch = (d + 63) / 64 * 64;          // from a row of a tile in shared memory to the next
+constexpr int warp_rows = Br % 128 == 0 && d <= 128 ? 32 : 16;
+constexpr int strips = warp_rows / 16;
+constexpr int warps = Br / warp_rows, threads = 32 * warps;
+constexpr int blocks_per_sm = Br > 64 ? 1 : d <= 64 ? 4 : 2;    // at least
+constexpr int buffers = d <= 128 ? 2 : 1;          // tiles each of K and V in shared memory
+// Registers for a lane's part of O, S and Q: is there room for all three? Else Q is read anew for each tile.
+constexpr bool Q_in_registers = strips * (width / 2 + Bc / 2 + width / 4) <= 192;
+
+// Where the element (row, col) of a tile is
+__device__ __forceinline__ int tile_index(int row, int col) { return swizzled(row, col, pitch); }
+
+// One block per tile of Q, from the last one on. Line numbers are those of Algorithm 1.
+__global__ void __launch_bounds__(threads, blocks_per_sm) forward_kernel(FwdParams p) {
+  const int Tr = ceil_div(p.N_q, Br), heads = p.B * p.H;                 // lines 1, 2
+  const Work work = dispatch_order(Tr, heads, CAUSAL ? heads : 16);      // line 3
+  const int i = Tr - 1 - work.tile, bh = work.bh;
+  const int b = bh / p.H, h = bh % p.H, h_kv = h / (p.H / p.H_kv);
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const int warp_row = i * Br + warp * warp_rows;
+  const Mask mask(p);
+  const ELEMENT* K = p.K.head(b, h_kv);
+  const ELEMENT* V = p.V.head(b, h_kv);
+
+  extern __shared__ __align__(128) ELEMENT smem[];
+  ELEMENT* Q_smem = smem;                       // Br x d, rows `pitch` apart
+  ELEMENT* K_smem = Q_smem + Br * pitch;        // Bc x d, the same, `buffers` times; K_j: j % buffers
+  ELEMENT* V_smem = K_smem + buffers * Bc * pitch;     // the same
+  float* l_smem = reinterpret_cast<float*>(V_smem + buffers * Bc * pitch) + threadIdx.x;  // next: + threads
+  const int cut_j = mask.cut_j(i), end_j = mask.end_j(i);
+
+  copy_tile<threads>(Q_smem, tile_index, p.Q.head(b, h), p.Q.stride_n, i * Br, Br, p.N_q); // line 4
+  copy_tile<threads>(K_smem, tile_index, K, p.K.stride_n, 0, Bc, p.N_k);                   // line 7
+  if (buffers == 2) copy_tile<threads>(V_smem, tile_index, V, p.V.stride_n, 0, Bc, p.N_k);
+  cp_async_commit();
+  cp_async_wait<0>();
+  __syncthreads();
+
+  const int Q_row = lane % 16, Q_col = lane / 16 * 8;
+  const int K_row = lane / 16 * 8 + lane % 8, K_col = lane / 8 % 2 * 8;
+  const int V_row = Q_row, V_col = Q_col;
+  const uint32_t Q_address = shared_address(Q_smem + tile_index(warp * warp_rows + Q_row, Q_col));
+  const uint32_t K_address = shared_address(K_smem + tile_index(K_row, K_col));
+  const uint32_t V_address = shared_address(V_smem + tile_index(V_row, V_col));
+  uint32_t Q_frag[strips][width / 16][4];
+  auto load_Q = [&](int k) {
+    #pragma unroll
+    for (int s = 0; s < strips; s++) ldmatrix_x4(Q_frag[s][k], advance(Q_address, 16 * s, 16 * k, pitch));
+  };
+  #pragma unroll
+  for (int k = 0; k < width / 16; k++)
+    if (Q_in_registers) load_Q(k);
+
+  float O_reg[strips][width / 8][4] = {}, m[2 * strips];                 // line 5
+  for (int r = 0; r < 2 * strips; r++) {
+    m[r] = -INFINITY;
+    l_smem[r * threads] = 0.f;
+  }
+
+  int j = 0;
+  #pragma unroll                                // two loops over j: whole tiles, then those that are cut
+  for (int cut = 0; cut < 2; cut++) {
+    for (; j < (cut ? end_j : cut_j); j++) {                             // line 6
+      // --- the head of a tile
+      cp_async_wait<0>();
+      __syncthreads();                          // K_j and V_j are there; and all are done with V_j-1
+      const int buffer = j % buffers * Bc * pitch, next_buffer = (j + 1) % buffers * Bc * pitch;
+      // ---
+      const uint32_t K_j = K_address + 2 * buffer, V_j = V_address + 2 * buffer;
+      if (buffers == 1) {                       // V_j is not
+        copy_tile<threads>(V_smem, tile_index, V, p.V.stride_n, j * Bc, Bc, p.N_k);
+        cp_async_commit();
+      }
+
+      float S_reg[strips][Bc / 8][4] = {};                               // line 8: S_ij = Q_i K_j^T
+      #pragma unroll
+      for (int k = 0; k < width / 16; k++) {
+        if (!Q_in_registers) load_Q(k);
+        #pragma unroll
+        for (int n = 0; n < Bc / 16; n++) {
+          uint32_t K_frag[4];
+          ldmatrix_x4(K_frag, advance(K_j, 16 * n, 16 * k, pitch));
+          #pragma unroll
+          for (int s = 0; s < strips; s++)
+            mma_m16n16k16(S_reg[s][2 * n], S_reg[s][2 * n + 1], Q_frag[s][k], K_frag);
+        }
+      }
+
+      if (buffers == 1) {
+        cp_async_wait<0>();
+        __syncthreads();                        // now it is; and all are done with K_j
+      }
+      // --- the next tile is on its way
+      if (j + 1 < end_j) {                      // into the room of K_j-1 and V_j-1, or of K_j
+        copy_tile<threads>(K_smem + next_buffer, tile_index, K, p.K.stride_n, (j + 1) * Bc, Bc, p.N_k);
+        if (buffers == 2)
+          copy_tile<threads>(V_smem + next_buffer, tile_index, V, p.V.stride_n, (j + 1) * Bc, Bc, p.N_k);
+        cp_async_commit();
+      }
+      // ---
+
+      if (NEGATIVE_SCALE) for_each(S_reg, [](float& x, int, int) { x = -x; });
+      if (cut) {
+        #pragma unroll
+        for (int s = 0; s < strips; s++) mask_tile(S_reg[s], mask, warp_row + 16 * s, j * Bc);
+      }
+      const float scale = scale_log2(p.scale);  // in here, as it costs less than a register
+      #pragma unroll
+      for (int r = 0; r < 2 * strips; r++) {
+        float& l = l_smem[r * threads];
+        const float alpha = softmax_step(S_reg[r / 2], r % 2, m[r], l, scale, cut);     // line 9
+        for_row(O_reg[r / 2], r % 2, [&](float& x) { x *= alpha; });     // line 10: e^(m - m_new) O
+      }
+
+      #pragma unroll
+      for (int k = 0; k < Bc / 16; k++) {                                // line 10: + P~_ij V_j
+        uint32_t P_frag[strips][4];
+        #pragma unroll
+        for (int s = 0; s < strips; s++) to_A(P_frag[s], S_reg[s], k);
+        #pragma unroll
+        for (int n = 0; n < width / 16; n++) {
+          uint32_t V_frag[4];
+          ldmatrix_x4_trans(V_frag, advance(V_j, 16 * k, 16 * n, pitch));
+          #pragma unroll
+          for (int s = 0; s < strips; s++)
+            mma_m16n16k16(O_reg[s][2 * n], O_reg[s][2 * n + 1], P_frag[s], V_frag);
+        }
+      }
+    }
+  }                                                                      // line 11
+
+  // With 32 rows a warp, no register is left to keep bh through the loops. So it is worked out again, from
+  // another expression for the number of heads, as the compiler would recognise the same one and keep it.
+  const int heads_again = gridDim.x / Tr;
+  const int bh_again = strips == 1 ? bh : dispatch_order(Tr, heads_again, CAUSAL ? heads_again : 16).bh;
+  ELEMENT* O = p.O.head(bh_again / p.H, bh_again % p.H);
+  #pragma unroll
+  for (int r = 0; r < 2 * strips; r++) {
+    const int row = warp_row + lane / 4 + 8 * r;
+    const float l = quad_sum(l_smem[r * threads]);
+    const float inv_l = l == 0.f ? 0.f : __fdividef(1.f, l);             // l is 1 or more: this may be fast
+    for_row(O_reg[r / 2], r % 2, [&](float& x) { x *= inv_l; });         // line 12
+    if (lane % 4 == 0 && row < p.N_q)                                    // lines 13, 15
+      p.L[(int64_t)bh_again * p.N_q + row] = l == 0.f ? -INFINITY : LN_2 * (m[r] + log2f(l));
+  }
+  ELEMENT* O_smem = Q_smem + warp * warp_rows * pitch;     // this warp's rows, which no other one reads
+  __syncwarp();
+  for_each_pair(O_reg, [&](uint32_t both, int row, int col) {
+    *reinterpret_cast<uint32_t*>(O_smem + tile_index(row, col)) = both;
+  });
+  __syncwarp();
+  for (int t = lane; t < warp_rows * (d / 8); t += 32) {                 // line 14
+    const int row = t / (d / 8), col = t % (d / 8) * 8;
+    if (warp_row + row < p.N_q)
+      *reinterpret_cast<uint4*>(O + (warp_row + row) * p.O.stride_n + col) =
+          *reinterpret_cast<const uint4*>(O_smem + tile_index(row, col));
+  }
+}
+
+size_t workspace_bytes(const FwdParams&) { return 0; }
+
+cudaError_t launch(const FwdParams& p, cudaStream_t stream) {
+  const size_t bytes = sizeof(ELEMENT) * (Br + 2 * buffers * Bc) * pitch + sizeof(float) * 4 * Br;
+  allow_shared_memory(forward_kernel, bytes);
+  forward_kernel<<<p.B * p.H * ceil_div(p.N_q, Br), threads, bytes, stream>>>(p);
+  return cudaGetLastError();
+}
