@@ -244,7 +244,7 @@ BACKWARD_MUTANTS = [
     ("transposed", "D of a key", r"dP - D_smem\[c\]", "dP - D_smem[r]"),
     ("split_warps", "dP of Q", r"makes_dV \? Q_smem : dO_smem", "Q_smem"),
     ("split_warps", "scale missing on dK", r"makes_dV \? 1\.f : p\.scale", "1.f"),
-    ("split_warps", "dS over that of other keys", r"swizzled\(first_key \+ row, col", "swizzled(row, col"),
+    ("split_warps", "dS of other queries", r"first_key \+ row, col, PT", "first_key + row, col ^ 8, PT"),
     ("cp_async", "a copy not waited for", r"      cp_async_wait<0>\(\);\n", ""),
     ("cp_async", "L of the wrong head", r"\(\(\(int64_t\)b \* p\.H \+ h\) \* Tr \+ i\)",
      "((int64_t)b * Tr + i)"),
