@@ -29,16 +29,24 @@
 //                                      every run; 7 products, not 5
 //   stages/bwd_04_register_tiles.cuh   (after recompute) a thread computes 4 x 8 pieces of all five products
 //                                      by outer products; K and V transposed
-//   stages/bwd_05_mma.cuh              (after recompute) tensor cores: half of the warps make dV, the others
-//                                      dK; P^T and dS^T stay in registers
-//   stages/bwd_05_vectorized.cuh       (after register_tiles) four numbers at a time: from HBM, in shared
-//                                      memory, and the atomics of dQ
+//   stages/bwd_05_vectorized.cuh       four numbers at a time: from HBM, in shared memory, and the atomics of
+//                                      dQ
 //   stages/bwd_06_conflict_free.cuh    the lanes of a warp and the rows of tiles are arranged so that no bank
 //                                      conflict is left
-//   stages/bwd_06_cp_async.cuh         (after mma) copies under way while tensor cores work; dQ under the
-//                                      exponentials; a block for each query head
-//   stages/bwd_07_fp32_tuned.cuh       (after conflict_free) what is left: 2^x, cut tiles apart, P out of
-//                                      registers, prefetch of Q and dO, order of blocks
+//   stages/bwd_07_fp32_tuned.cuh       what is left: 2^x, cut tiles apart, P out of registers, prefetch of Q
+//                                      and dO, order of blocks
+//   stages/bwd_08_mma.cuh              (after recompute) the five products on tensor cores; P and dS through
+//                                      shared memory
+//   stages/bwd_09_transposed.cuh       S^T = K Q^T and dP^T = V dO^T: P^T and dS^T are operands A as they lie
+//                                      in registers
+//   stages/bwd_10_split_warps.cuh      half of the warps make dV, the others dK: twice the keys a warp
+//   stages/bwd_11_cp_async.cuh         the next Q and dO under way: asynchronous copies into a second buffer
+//   stages/bwd_12_late_dq.cuh          dQ one tile late, under the exponentials; summed as the registers lie
+//   stages/bwd_13_split_heads.cuh      a block for each query head; dK and dV of a group added up in a fixed
+//                                      order
+//   stages/bwd_14_ordered_dq.cuh       deterministic on request: copies of dQ, added up in a fixed order
+//   stages/bwd_15_ampere_tuned.cuh     what is left: order of blocks, masked tiles apart, dK and dV by
+//                                      16-byte stores, unrolling
 // The lines at a stage's start, and the two functions that it defines, are those of a forward stage.
 #include <cuda_runtime.h>
 #include <math.h>

@@ -32,13 +32,13 @@ THIN = [GRID[n] for n in (0, 2, 4, 6, 8)]
 
 
 def is_end(stage) -> bool:
-    """Whether a stage of the ladder is a root, a fork or a leaf: an end of a branch. A file of one's own is."""
+    """Whether a stage is an end of a branch: a root, a fork or a leaf of the ladder. One's own file is."""
     children = [s for s in flash.stages(stage.direction) if s.after == stage.name]
     return not stage.after or len(children) != 1 or not stage.number
 
 
 def cases_for(stage) -> list[tuple]:
-    """All of GRID at the ends of a branch; in its middle fewer, as a mistake there mostly shows at the end."""
+    """All of GRID at the ends of a branch; fewer in between, as a mistake there mostly shows at the end."""
     return GRID if is_end(stage) else THIN
 
 

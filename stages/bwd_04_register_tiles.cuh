@@ -9,7 +9,7 @@
 // shared:  4 * (2 * Bc * (d + Br) + (Bc + 2 * Br) * max(32, 1 << (d - 1).bit_length()))
 // workspace: D
 // hbm:     4 * B * (5 * H_kv * N_k * d + H * N_q * (Tc * (4 * d + 2) + 3 * d + 2))
-// predicted: 1.2x at d=64 and d=128: a third of the loads, many with bank conflicts
+// predicted: 1.1x at d=64, 1.4x at d=128: a third of the loads, but many take four wavefronts
 //
 // In recompute a lane loads 10 numbers from shared memory for 16 multiplications, and most of these loads
 // bring one number for the whole warp. Here a thread holds a piece of every product in registers: 4 x 8

@@ -9,7 +9,7 @@
 // shared:  4 * (2 * Bc * (d + Br) + (Bc + 2 * Br) * max(32, 1 << (d - 1).bit_length()))
 // workspace: D
 // hbm:     4 * B * (5 * H_kv * N_k * d + H * N_q * (Tc * (4 * d + 2) + 3 * d + 2))
-// predicted: 1.25x at d=64 and d=128: half the wavefronts of reads from shared memory
+// predicted: 1.4x at d=64 and d=128: half the wavefronts of reads from shared memory
 //
 // An H200 serves 16 bytes a lane in four wavefronts, but in two if neighbouring lanes read the same numbers
 // (results/h200/banks.json). Two arrangements make that happen for every operand:
@@ -135,8 +135,10 @@ __global__ void __launch_bounds__(threads) backward_kernel(BwdParams p, const fl
       __syncthreads();                    // nobody reads before everybody has written
 
       float S_reg[rows][cols] = {}, dP_reg[rows][cols] = {};
-      add_product(S_reg, Q_smem + S_row * width, 4 * width, 4 * odd, KT_smem, Bc, 16, S_col, d);   // 10
-      add_product(dP_reg, dO_smem + S_row * width, 4 * width, 4 * odd, VT_smem, Bc, 16, S_col, d); // 13
+      const float* Q_rows = Q_smem + S_row * width;
+      add_product(S_reg, Q_rows, 4 * width, 4 * odd, KT_smem, Bc, 16, S_col, d);               // line 10
+      const float* dO_rows = dO_smem + S_row * width;
+      add_product(dP_reg, dO_rows, 4 * width, 4 * odd, VT_smem, Bc, 16, S_col, d);             // line 13
 
       for (int r = 0; r < rows; r++) {
         const int row = i * Br + S_row + 4 * r;

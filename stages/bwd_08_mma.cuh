@@ -8,7 +8,54 @@
 // limits:  Br in (32, 64, 128); Bc == Br
 // shared:  4 * (Br + Bc) * ((d + 63) // 64 * 64) + 4 * Br * max(Bc, 64)
 // workspace: dQ_accum, D
-// hbm:     B * (8 * H_kv * N_k * d + H * N_q * (Tc * (12 * d + 8 * 128 // Br) + 14 * d + 8))
+// hbm:     B * (8 * H_kv * N_k * d + H * N_q * (Tc * (12 * d + 16) + 14 * d + 8))
+// predicted: 8x at d=64 and d=128: tensor cores multiply, and shared memory holds half the bytes
+//
+// FlashAttention-2's Algorithm 2, as in recompute, with its five products on tensor cores. What the forward
+// stages mma and swizzle have found is taken from there: fragments, ldmatrix, tiles without bank conflicts.
+// Five products of the same kind are worth a function (common/product.cuh):
+//
+//   multiply(S_reg, width, as_it_lies(Q_smem, ..), transposed(K_smem, ..))       S_ij += Q_i K_j^T
+//
+// adds A B to an accumulator, with A and B from shared memory. Which of them is to be transposed is all that
+// the five products differ in, and ldmatrix does that on the way:
+//
+//            result       A                   B                   depth
+//   line 10  S_ij         Q_i                 K_j, transposed     d
+//   line 13  dP_ij        dO_i                V_j, transposed     d
+//   line 12  dV_j         P_ij, transposed    dO_i                Br
+//   line 16  dK_j         dS_ij, transposed   Q_i                 Br
+//   line 15  dQ_i         dS_ij               K_j                 Bc
+//
+// Each result has 64 rows by default, and is spread over the warps in the same way: 4 strips of 16 rows, and
+// 2 warps that share a strip's columns:
+//
+//   S_ij, dP_ij                  dV_j, dK_j, dQ_i: every other 16 columns
+//   +--------+--------+          +----+----+----+----+
+//   | warp 0 | warp 4 | 16 rows  | 0  | 4  | 0  | 4  |
+//   +--------+--------+          +----+----+----+----+
+//   | warp 1 | warp 5 |          | 1  | 5  | 1  | 5  |
+//   +--------+--------+          +----+----+----+----+
+//   | warp 2 | warp 6 |          | 2  | 6  | 2  | 6  |
+//   +--------+--------+          +----+----+----+----+
+//   | warp 3 | warp 7 |          | 3  | 7  | 3  | 7  |
+//   +--------+--------+          +----+----+----+----+
+//
+// P and dS are made where S and dP are, in registers, a row's numbers in 4 lanes. But dV and dK need them by
+// columns, and of all rows: so they go to shared memory, rounded to 16 bits, and come back transposed. L and
+// D are read once for each of a lane's two rows.
+//
+// dQ is summed in float, in dQ_accum (B, H, N_q, d), and convert_kernel scales and rounds it at the end. To
+// add to a dQ of 16 bits would round once for each tile of keys.
+//
+// HBM traffic without caches (hbm, above): as in recompute, with 2 bytes an element; L and D are read by two
+// warps. dQ_accum has 4 bytes an element: it is set to 0, added to Tc times (read and written), and read
+// once.
+//
+// Changed from recompute: the types, the products, where P and dS are, and dQ_accum.
+//
+// Bound by shared memory: of each B a warp uses what it reads for 16 rows only, so that two mma.m16n8k16 take
+// 512 bytes of B; P and dS are written once and read three times.
 #pragma once
 #include "common/exp2.cuh"
 #include "common/launch.cuh"

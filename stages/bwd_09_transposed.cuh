@@ -8,7 +8,38 @@
 // limits:  Br in (32, 64, 128); Bc in (32, 64, 128); Br <= Bc
 // shared:  4 * (Br + Bc) * ((d + 63) // 64 * 64) + 2 * Bc * max(Br, 64) + 8 * Br
 // workspace: dQ_accum, D
-// hbm:     1
+// hbm:     B * (8 * H_kv * N_k * d + H * N_q * (Tc * (12 * d + 8) + 14 * d + 8))
+// predicted: 1.2x at d=64, 1.1x at d=128: P stays in registers, two operands A need no load; d=256 spills
+//
+// In the forward pass P is made where the next product wants it: an accumulator of S = Q K^T, rounded, is the
+// operand A of O += P V. Here the next products are dV += P^T dO and dK += dS^T Q, with P and dS transposed.
+// So S and dP are made transposed in the first place, a row for a key:
+//
+//   S^T  = K Q^T     P^T  = exp(scale * S^T - L)     dV += P^T dO
+//   dP^T = V dO^T    dS^T = P^T * (dP^T - D)         dK += dS^T Q
+//
+// A warp has 16 keys, of all the tile's queries, and so all that its 16 rows of dV and dK need: P^T and dS^T
+// are operands A as they lie in registers (round_to_A in common/pairs.cuh). P does not go to shared memory
+// any more, and no warp waits for another one between S and dK. Only dQ = dS K still wants dS of all warps:
+// dS^T is stored, and ldmatrix transposes it back.
+//
+//   mma                                          transposed
+//   S, dP -> P, dS -> shared memory              S^T, dP^T -> P^T, dS^T -> dV, dK
+//   ---------------- barrier ----------------        dS^T -> shared memory
+//   P^T, dS^T from shared memory -> dV, dK       ---------------- barrier ----------------
+//   dS from shared memory -> dQ                  dS from shared memory -> dQ
+//
+// L and D now belong to columns, so that a lane needs those of Br / 4 queries: they are in shared memory, L
+// times log2(e). (FlashAttention-2's own program makes S as it is, and stores both P and dS for other warps
+// to transpose.)
+//
+// HBM traffic without caches (hbm, above): as in mma, but a tile's L and D are read once.
+//
+// Changed from mma: the operands of the first four products, where P and dS are, and which rows a warp has.
+//
+// Bound by registers: a warp has dV and dK for 16 keys, d registers a lane, beside S^T and dP^T. So there is
+// one block on a multiprocessor. At d = 256 the compiler spills (about 1.5 KB a thread, and on sm_80 0.1 KB
+// at d = 128): the next stage mends that.
 #pragma once
 #include "common/exp2.cuh"
 #include "common/launch.cuh"

@@ -8,7 +8,39 @@
 // limits:  Br in (32, 64, 128); Bc in (32, 64, 128); Br <= Bc
 // shared:  4 * (Br + Bc) * ((d + 63) // 64 * 64) + 2 * Bc * max(Br, 64) + 8 * Br
 // workspace: dQ_accum, D
-// hbm:     1
+// hbm:     B * (8 * H_kv * N_k * d + H * N_q * (Tc * (12 * d + 8) + 14 * d + 8))
+// predicted: 1.1x at d=64 and d=128: half the loads of Q and dO; 3x at d=256: no spills
+//
+// In transposed, the two lines
+//
+//   S^T  = K Q^T     P^T  = exp(scale * S^T - L)     dV += P^T dO
+//   dP^T = V dO^T    dS^T = P^T * (dP^T - D)         dK += dS^T Q
+//
+// are the same two products, of other tiles. So a warp takes one of the lines, for 32 keys (16 for d > 128).
+// It has one sum, dV or dK, and one accumulator before it, S^T or dP^T: d + Br registers for 32 keys, as many
+// as transposed has for 16. And as its keys share what it reads of Q and dO from shared memory, it reads half
+// as much for a multiplication. (16 keys take half of these registers: d = 256 fits.)
+//
+// The price: dS^T needs P^T, which is in other warps. It goes through shared memory, and each half waits for
+// the other:
+//
+//   warps for dV                    warps for dK
+//   S^T = K Q^T                     dP^T = V dO^T
+//   P^T, which they keep and store
+//   ----------------------------- barrier -----------------------------
+//   dV += P^T dO                    read P^T; dS^T, which they keep and store in its place; dK += dS^T Q
+//   ----------------------------- barrier -----------------------------
+//   all warps: dQ += dS K, 32 rows each, from the dS^T that has been stored
+//
+// P is rounded for dV, and dS is made of this P.
+//
+// HBM traffic without caches (hbm, above): as in transposed.
+//
+// Changed from transposed: which warp makes what. (X is S and P, or dP and dS: half of the warps know it by
+// one name, half by the other.)
+//
+// Bound by waiting, for the tiles of Q and dO and at four barriers. A stage with this layout had its tensor
+// cores busy 22 % of the time, shared memory 31 %, issue slots 26 % (H200, bf16, B4 H12 N1024 d64 causal).
 #pragma once
 #include "common/exp2.cuh"
 #include "common/launch.cuh"

@@ -8,7 +8,31 @@
 // limits:  Br in (32, 64, 128); Bc in (32, 64, 128); Br <= Bc
 // shared:  4 * (Bc + 2 * Br) * ((d + 63) // 64 * 64) + 2 * Bc * max(Br, 64) + 16 * Br
 // workspace: dQ_accum, L, D
-// hbm:     1
+// hbm:     B * (8 * H_kv * N_k * d + H * (N_q * (12 * Tc * d + 10 * d + 4) + Tr * Br * (8 * Tc + 4 * d + 8)))
+// predicted: 1.3x at d=64, 1.2x at d=128: nobody waits for Q and dO; one barrier less
+//
+// As in the forward stage cp_async, the tiles of the loop come asynchronously: Q, dO, L and D have room for
+// two tiles each, and cp.async brings the next one while this one is multiplied.
+//
+//   i      wait for the copies of tile i; barrier
+//   i      start the copies of tile i + 1, into the other buffer
+//   i      S^T, dP^T, ... dQ of tile i
+//   i + 1  wait for the copies of tile i + 1; barrier
+//
+// The other buffer was last read for dV and dK of tile i - 1, before the barrier that comes ahead of dQ: one
+// barrier at the start of a tile is enough, where split_warps has two.
+//
+// cp.async copies 16 bytes, four numbers of L or D. These are contiguous in HBM, but N_q need not be a
+// multiple of 4. So a kernel that runs first copies them into whole tiles, and does three more things on its
+// way (common/prepare.cuh): it makes D, multiplies L by log2(e), and sets dQ_accum to 0. Rows past the end
+// get L = infinity, and so P = 0.
+//
+// HBM traffic without caches (hbm, above): as in split_warps, but L and D are read in whole tiles.
+//
+// Changed from split_warps: the loads; prepare_kernel instead of D_kernel and clear_kernel.
+//
+// Bound by waiting at three barriers: for the half of the warps that makes exponentials, and for dQ, which no
+// other work hides.
 #pragma once
 #include "common/copy_tile.cuh"
 #include "common/exp2.cuh"

@@ -8,7 +8,33 @@
 // limits:  Br in (32, 64, 128); Bc in (32, 64, 128); Br <= Bc
 // shared:  4 * (Bc + 2 * Br) * ((d + 63) // 64 * 64) + 4 * Bc * max(Br, 64) + 16 * Br
 // workspace: dQ_accum, L, D
-// hbm:     1
+// hbm:     B * (8 * H_kv * N_k * d + H * (N_q * (4 * Tc * d + 10 * d + 4) +
+//          Tr * Br * (8 * Tc * (d + 1) + 4 * d + 8)))
+// predicted: 1.3x at d=64, 1.2x at d=128: one barrier less, dQ under the exponentials; atomics of 16 bytes
+//
+// The warps for dV make exponentials, and in cp_async those for dK wait for them meanwhile. Now these make
+// dQ, alone and one tile late. P^T and dS^T have room for two tiles, so that dS of the last tile is still
+// there, and one barrier less is needed:
+//
+//   warps for dV                    warps for dK and dQ
+//   -------------------- barrier: tile i is here, dS of tile i - 1 is done ---------------------
+//   S^T = K Q^T                     dQ += dS K of tile i - 1
+//   P^T (exponentials)              dP^T = V dO^T
+//   -------------------------------- barrier: P is done ----------------------------------------
+//   dV += P^T dO                    dS^T; dK += dS^T Q
+//
+// dQ_accum now lies as registers do (common/gradients.cuh): of each fragment of 16 x 8, 4 numbers of lane 0
+// come first, then 4 of lane 1, and so on. A lane adds them by one instruction where the GPU can (sm_90), a
+// warp to 512 bytes in a row. convert_dQ_kernel finds the rows of dQ again, and stores 16 bytes at a time.
+// There is room for whole tiles of Q: what lies past N_q, nobody reads.
+//
+// HBM traffic without caches (hbm, above): as in cp_async, but all rows of a tile are added to dQ_accum.
+//
+// Changed from cp_async: when dQ is made, by whom, and where its sums are. Tiles are larger at d = 256, as
+// the registers of dQ and of dP^T are not in use at the same time.
+//
+// Bound by the latency of its own instructions, as registers leave room for 8 warps on a multiprocessor, and
+// by two barriers.
 #pragma once
 #include "common/copy_tile.cuh"
 #include "common/exp2.cuh"

@@ -8,7 +8,26 @@
 // limits:  Br in (32, 64, 128); Bc in (32, 64, 128); Br <= Bc
 // shared:  4 * (Bc + 2 * Br) * ((d + 63) // 64 * 64) + 4 * Bc * max(Br, 64) + 16 * Br
 // workspace: dQ_accum, L, D, dK_parts, dV_parts
-// hbm:     1
+// hbm:     B * (4 * d * N_k * (H * 5 ** (H > H_kv) + H_kv) + H * (N_q * (4 * Tc * d + 10 * d + 4) +
+//          Tr * Br * (8 * Tc * (d + 1) + 4 * d + 8)))
+// predicted: 1.0x if H = H_kv; with 4 query heads a key head 1.5x at N = 1024, 1.1x at N = 4096 and more
+//
+// Up to here a block walks along all query heads that read its key head (GQA): there are B * H_kv * Tc
+// blocks, few and long ones. B = 1, H_kv = 2, N_k = 1024 and Bc = 128 make 16 of them, for 132
+// multiprocessors. Here each query head has blocks of its own, H / H_kv times as many, and each as much
+// shorter.
+//
+// Then several blocks have a part in dK and dV of a key. If H > H_kv, they write their parts to HBM in float,
+// as they are, and one more kernel adds them up in the order of the heads (common/reduce_heads.cuh). So dK
+// and dV still are the same bits in every run. Atomics would need less memory than 2 * B * H * N_k * d
+// floats, but their order is any. If H = H_kv, nothing changes.
+//
+// HBM traffic without caches (hbm, above): as in late_dq, but K and V come once for each query head; and if H
+// > H_kv, dK and dV of each are written and read as floats.
+//
+// Changed from late_dq: the loop over h is gone, and bh counts query heads; reduce_heads_kernel.
+//
+// Bound by what bounds late_dq.
 #pragma once
 #include "common/copy_tile.cuh"
 #include "common/exp2.cuh"

@@ -8,7 +8,30 @@
 // limits:  Br in (32, 64, 128); Bc in (32, 64, 128); Br <= Bc
 // shared:  4 * (Bc + 2 * Br) * ((d + 63) // 64 * 64) + 4 * Bc * max(Br, 64) + 16 * Br
 // workspace: dQ_accum, L, D, dK_parts, dV_parts
-// hbm:     1
+// hbm:     B * (4 * d * N_k * (H * 5 ** (H > H_kv) + H_kv) + H * (N_q * (4 * Tc * d + 10 * d + 4) +
+//          Tr * Br * (8 * Tc * (d + 1) + 4 * d + 8)))
+// predicted: 1.0x; deterministic: 0.8x, as parts of the GPU idle between launches
+//
+// dQ of a row is a sum over the tiles of keys, added up by atomics in the order in which blocks happen to
+// come: its last bits differ from run to run. Asked to be deterministic (DETERMINISTIC), no two blocks that
+// run at the same time may add to the same row. So dQ_accum has 8 copies, and a launch has 8 tiles of K and V
+// of each head, one for a copy. The next launch waits for it:
+//
+//   launch   tiles j of a head           add to copy
+//   0        0   1   2   3  ..   7       0  1  2  3 .. 7
+//   1        8   9  10  11  ..  15       0  1  2  3 .. 7
+//   ..
+//
+// Each copy is a sum in a fixed order, tile j % 8, then 8 more, and so on, and convert_dQ_kernel adds the
+// copies up in a fixed order. The price is memory, 32 bytes for an element of dQ instead of 4, and launches
+// of 8 * B * H blocks, whose ends may leave parts of a GPU idle. Deterministic, the fp32 branch takes another
+// way: two kernels and seven products.
+//
+// HBM traffic without caches (hbm, above): as in split_heads; of 8 copies of dQ_accum it counts one.
+//
+// Changed from split_heads: dQ_copies, first_j, and the loop of launches.
+//
+// Bound by what bounds late_dq.
 #pragma once
 #include "common/copy_tile.cuh"
 #include "common/exp2.cuh"

@@ -31,9 +31,9 @@
 // Changed from vectorized: lane_row4 and lane_col8, load_swizzled4, the XOR in loads and stores, and the
 // order of P's rows. A row's lanes differ in other bits, hence max_of_8 and sum_of_8.
 //
-// Shared memory is no longer the bound: its counts (flash.inspect(), d=64) are 4600 wavefronts for 8192 cycles
-// of multiplications. But a block multiplies nothing while its next K and V come, and with two blocks on a
-// multiprocessor only one other is there to fill the gap.
+// Shared memory is no longer the bound: its counts (flash.inspect(), d=64) are 4600 wavefronts for 8192
+// cycles of multiplications. But a block multiplies nothing while its next K and V come, and with two blocks
+// on a multiprocessor only one other is there to fill the gap.
 #pragma once
 #include "common/conflict_free.cuh"
 #include "common/launch.cuh"
@@ -98,6 +98,7 @@ __global__ void __launch_bounds__(threads) forward_kernel(FwdParams p) {
     __syncthreads();                      // nobody reads before everybody has written
 
     float S_reg[rows][cols] = {};                                        // line 8: S_ij = Q_i K_j^T
+    // --- S_ij, from Q_smem and K_smem
     #pragma unroll 8
     for (int k = 0; k < d; k++) {
       float query[rows], key[cols];
@@ -105,6 +106,7 @@ __global__ void __launch_bounds__(threads) forward_kernel(FwdParams p) {
       load(key, K_smem + k * Bc, first_col, 32, swizzle_of(k));
       add_outer_product(S_reg, query, key);
     }
+    // ---
 
     #pragma unroll
     for (int r = 0; r < rows; r++) {                                     // line 9

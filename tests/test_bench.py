@@ -336,7 +336,7 @@ def test_peer_that_refuses(tmp_path, capsys):
     ("--pass back", "no pass 'back'; there are fwd, bwd, fwd+bwd, and all"),
     ("--pass back,all", "no pass 'back'; there are"),
     ("--pass bwd --stages flash2", "no backward stage 'flash2' for fp32; there are naive, recompute,"),
-    ("--pass bwd --stages flash2", "vectorized; it is a forward stage: add --pass fwd"),
+    ("--pass bwd --stages flash2", "fp32_tuned; it is a forward stage: add --pass fwd"),
     ("--pass fwd+bwd --stages flash2", "; it is a forward stage: add --pass fwd"),
     ("--stages recompute", "no forward stage 'recompute' for fp32; there are naive, tiled,"),
     ("--stages recompute", "; it is a backward stage: add --pass bwd"),

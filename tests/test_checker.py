@@ -368,7 +368,7 @@ def derived_bytes(stage: str, N: int, d: int, Br: int, Bc: int) -> int:
     return 4 * numbers
 
 
-# Read K as it is, and once more to transpose it
+# These read K as it is, and once more to transpose it
 KEYS_TWICE = ("register_tiles", "vectorized", "conflict_free", "fp32_tuned")
 
 
@@ -384,18 +384,25 @@ def derived_backward_bytes(stage: str, N: int, d: int, Br: int, Bc: int) -> int:
             numbers += N * (1 + columns) + columns       # dS: one number for all lanes; K; dQ
         for columns in N * parts(d, 32):         # warps of one key and 32 columns
             numbers += 2 * N * 2 * (1 + columns) + 2 * columns       # of two heads: P, dS; dO, Q; then dV, dK
-    elif stage in ("mma", "cp_async"):           # most numbers have 2 bytes
+    elif torch.float32 not in BACKWARD[stage].dtypes:    # most numbers have 2 bytes
         bytes_ = 2 * N * (2 * 2 * d + (2 + 1) * 4)       # O, dO; L, dL; D
-        sums_of_q = tiles_of_q if stage == "mma" else [Br for _ in tiles_of_q]   # whole tiles, past row N
+        whole = [Br for _ in tiles_of_q]                 # tiles, past row N
+        in_order = ["mma", "transposed", "split_warps", "cp_async", "late_dq", "split_heads"]
+        rung = in_order.index(stage) if stage in in_order else len(in_order)
+        prepared, late, heads = (rung >= in_order.index(name)
+                                 for name in ("cp_async", "late_dq", "split_heads"))
         for keys in tiles_of_k:
-            if stage == "mma":
-                bytes_ += (2 + 2) * keys * d * 2         # K_j, V_j; dK_j, dV_j
-            else:                                        # the same for each of the heads, which are then
-                bytes_ += 2 * (2 * keys * d * 2 + 2 * keys * d * 4)     # added up in float:
+            if heads:                                    # K_j, V_j for each of the heads; their dK_j, dV_j
+                bytes_ += 2 * (2 * keys * d * 2 + 2 * keys * d * 4)      # in float are read and added up
                 bytes_ += 2 * keys * d * 2 + 2 * (2 * keys * d * 4)
-            bytes_ += sum(2 * rows * d * 2 for rows in tiles_of_q)       # Q_i, dO_i; in float L_i, D_i, and
-            bytes_ += sum(2 * rows * 4 + 2 * rows * d * 4 for rows in sums_of_q)     # dQ_i, both ways
-        return bytes_ + sum(sums_of_q) * d * 4 + 2 * N * d * (4 + 2)     # dQ in float: set to 0, read; dQ
+            else:
+                bytes_ += (2 + 2) * keys * d * 2         # K_j, V_j; dK_j, dV_j
+            bytes_ += sum(2 * rows * d * 2 for rows in tiles_of_q)       # Q_i, dO_i
+            readers = 1 + (stage == "mma")               # of L_i, D_i
+            bytes_ += sum(readers * 2 * rows * 4 for rows in (whole if prepared else tiles_of_q))
+            bytes_ += sum(2 * rows * d * 4 for rows in (whole if late else tiles_of_q))  # dQ_i, both ways
+        rows = sum(whole if prepared else tiles_of_q)    # of dQ in float, set to 0
+        return bytes_ + rows * d * 4 + 2 * N * d * (4 + 2)               # read; dQ
     else:
         numbers += 2 * N * (2 * d + 2 + 1)               # O, dO; L, dL; D
         for keys in tiles_of_k:
@@ -529,7 +536,7 @@ CONFLICTS = {        # that their headers admit
     "fwd mma": {"Q_smem": 8, "K_smem": 8, "V_smem": 8},
     "bwd register_tiles": dict.fromkeys(("KT_smem", "VT_smem"), 32) | dict.fromkeys(
         ("Q_smem", "dO_smem", "P_smem", "dS_smem"), 4),
-    "bwd vectorized": dict.fromkeys(("KT_smem", "VT_smem"), 16) | dict.fromkeys(
+    "bwd vectorized": dict.fromkeys(("KT_smem", "VT_smem"), 8) | dict.fromkeys(
         ("Q_smem", "dO_smem", "dS_smem"), 2),
 }
 STORED_WITH_CONFLICTS = ("register_tiles", "vectorized")

@@ -28,10 +28,10 @@ def test_applying_the_diff_gives_the_stage(direction, before, after):
 
 def test_leaves_out_the_header_and_what_is_far_from_a_change():
     difference = flash.diff("mma", "swizzle")
-    assert (difference.before, difference.after) == ("stages/fwd_07_mma.cuh", "stages/fwd_08_swizzle.cuh")
+    assert (difference.before, difference.after) == ("stages/fwd_10_mma.cuh", "stages/fwd_11_swizzle.cuh")
     assert 0 < difference.added < 15
     assert not any(line[1:].startswith("// idea:") for line in difference.lines)
-    source = Path("stages/fwd_08_swizzle.cuh")
+    source = Path("stages/fwd_11_swizzle.cuh")
     text = (flash.ROOT / source).read_text().splitlines()
     for n, line in enumerate(difference.lines):  # every piece says where it is
         if line.startswith("@"):
@@ -47,7 +47,7 @@ def test_shows_as_text_in_a_terminal_and_as_html_in_a_notebook(capsys):
     out = capsys.readouterr().out
     assert "\x1b" not in out and "+constexpr int pitch = (d + 63) / 64 * 64;" in out
     counts = f"{difference.removed} lines removed, {difference.added} added; of code {difference.code}"
-    assert out.splitlines()[0].endswith(counts) and 0 < difference.code < 30
+    assert counts in out.splitlines()[0] and 0 < difference.code < 30
     html = difference._repr_html_()
     assert "background:#dafbe1" in html and "background:#ffebe9" in html
     assert "<<<" not in html and "&lt;&lt;&lt;" in html  # a kernel's launch

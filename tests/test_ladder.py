@@ -22,11 +22,6 @@ FILE, KERNEL = 300, 150                     # lines with comments; lines of code
 # Stages that break a limit, by direction and name: why. Two at most.
 EXCEPTIONS: dict[tuple[str, str], str] = {}
 
-# ---- stages from before there were limits: to be deleted with them
-OLD = {("fwd", "vectorized"), ("fwd", "mma"), ("fwd", "cp_async"),
-       ("bwd", "mma"), ("bwd", "cp_async")}
-# ----
-
 
 def of(stage):
     return stage.direction, stage.name
@@ -68,7 +63,7 @@ def too_much(stage) -> list[str]:
 @pytest.mark.parametrize("stage", STAGES, ids=lambda s: s.path.stem)
 def test_limits(stage):
     broken = too_much(stage)
-    if of(stage) in OLD or of(stage) in EXCEPTIONS:
+    if of(stage) in EXCEPTIONS:
         assert broken, f"{stage} keeps the limits: take it off the list"
     else:
         assert not broken, f"{stage}: {'; '.join(broken)}\n\n{table()}"
@@ -82,7 +77,7 @@ def test_table():
 
 def test_exceptions_are_few_and_reasoned():
     assert len(EXCEPTIONS) <= 2 and all(EXCEPTIONS.values())
-    assert {*EXCEPTIONS, *OLD} <= {of(s) for s in STAGES}
+    assert set(EXCEPTIONS) <= {of(s) for s in STAGES}
 
 
 # ------------------------------------------------------------------------------------------ the tree

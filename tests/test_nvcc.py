@@ -15,6 +15,8 @@ try:
 except RuntimeError as error:
     NVCC, WHY_NOT = None, str(error)
 
+# Rungs that spill from some d on, as their headers say; the next one mends it
+SPILL = {("bwd", "transposed"): 256}
 SHARED_MEMORY = {"sm_75": 64 * 1024, "sm_80": 163 * 1024, "sm_90a": 227 * 1024}     # of a block
 
 
@@ -73,10 +75,13 @@ def test_compiles_without_spills(stage, deterministic, architecture, tmp_path):
             continue
         for tiles in [tiles for n, tiles in enumerate(chosen) if tiles not in chosen[:n]]:
             report = compile_stage(stage, architecture, d, causal, tmp_path, dtype, deterministic, **tiles)
-            assert "warning" not in report, report
             frames = re.findall(
                 r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", report
             )
+            if d >= SPILL.get((stage.direction, stage.name), 1000):
+                assert set(frames) != {("0", "0", "0")}, f"{stage} does not spill: take it off the list"
+                continue
+            assert "warning" not in report, report
             assert frames and set(frames) == {("0", "0", "0")}, f"d={d}, causal={causal}, {tiles}: {report}"
 
 
@@ -102,7 +107,8 @@ def test_the_check_sees_spills(tmp_path):
 
 @pytest.mark.skipif(NVCC is None, reason=WHY_NOT)
 @pytest.mark.parametrize("stage, counts", [
-    ("mma", {"dQ_kernel": 1}), ("cp_async", {"dQ_kernel": 1, "dKV_kernel": 2})])
+    ("late_dq", {"convert_dQ_kernel": 1}),
+    ("ampere_tuned", {"convert_dQ_kernel": 1, "reduce_heads_kernel": 2})])
 def test_gradients_are_stored_16_bytes_at_a_time(stage, counts, tmp_path):
     """By the kernels that round dQ, dK and dV: the profiler once found four stores in the place of one."""
     backward = next(s for s in flash.stages("bwd") if s.name == stage)

@@ -1,4 +1,4 @@
-// The swizzle of addresses. Introduced by: forward stage 14, saved_registers.
+// The swizzle of addresses. Introduced by: forward stage 15, saved_registers.
 #pragma once
 #include <stdint.h>
 

@@ -1,7 +1,6 @@
-// Tiles of 16-bit elements that come asynchronously. Introduced by: forward stage 12, cp_async.
+// Tiles of 16-bit elements that come asynchronously. Introduced by: forward stage 13, cp_async.
 #pragma once
 #include "ptx.cuh"
-#include "tensor.cuh"
 
 // Start to copy rows [first, first + tile_rows) of `matrix` to `tile`, by all threads of the block together:
 // 8 of them take 128 bytes of a row. Rows from N on and columns from d on become zeros (and are not read).

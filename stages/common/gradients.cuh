@@ -1,4 +1,4 @@
-// Sums in float, and how they become gradients of 16 bits. Introduced by: backward stage 8, mma.
+// Sums in float, and how they become gradients of 16 bits. Introduced by: backward stage 12, late_dq.
 #pragma once
 #include "prepare.cuh"
 
@@ -11,9 +11,9 @@ __device__ __forceinline__ void atomic_add4(float* to, const float (&x)[4]) {
 #endif
 }
 
-// Add an accumulator to a tile of dQ_accum, from (row, col) on. Of the columns of dQ it has every `step`-th 16.
-// dQ_accum lies as registers do: of each fragment of 16 x 8, 4 numbers of lane 0 are first, then 4 of lane 1,
-// and so on. So a lane adds 4 numbers by one instruction, a warp 512 bytes in a row.
+// Add an accumulator to a tile of dQ_accum, from (row, col) on. Of the columns of dQ it has every `step`-th
+// 16. dQ_accum lies as registers do: of each fragment of 16 x 8, 4 numbers of lane 0 are first, then 4 of
+// lane 1, and so on. So a lane adds 4 numbers by one instruction, a warp 512 bytes in a row.
 template <int strips, int n_tiles>
 __device__ __forceinline__ void add_fragments(float* dQ, const float (&acc)[strips][n_tiles][4], int row,
                                               int col, int step) {

@@ -1,6 +1,5 @@
 // Which scores count. Introduced by: forward stage 4, flash2. (Another mask is another file like this one.)
 #pragma once
-#include "tensor.cuh"
 
 // Made once a block. Asked in two places: which tiles there are (S_ij is skipped, cut or whole), and within a
 // tile that it cuts, element by element.
@@ -14,7 +13,8 @@ struct Mask {
   __device__ bool sees(int row, int col) const { return row < N_q && sees_key(row, col, 0); }
 
   // Does it see the key of col + c? Any row may be asked for, where nobody uses what is past the end. c is
-  // apart, as it is a constant where a loop is unrolled: then an element takes one comparison, with a constant.
+  // apart, as it is a constant where a loop is unrolled: then an element takes one comparison, with a
+  // constant.
   __device__ bool sees_key(int row, int col, int c) const {
     return c < (CAUSAL ? min(N_k - col, row + 1 + diagonal - col) : N_k - col);
   }

@@ -1,4 +1,4 @@
-// Fragments of mma.m16n8k16 and their accumulators. Introduced by: forward stage 10, mma, whose header draws
+// Fragments of mma.m16n8k16 and their accumulators. Introduced by: forward stage 11, mma, whose header draws
 // which lane holds which element.
 //
 // An accumulator here is float acc[n][4]: 16 rows x 8 n columns, spread over a warp. A lane holds two rows of

@@ -1,4 +1,4 @@
-// What the 16-bit backward stages do before their main kernel. Introduced by: backward stage 8, mma.
+// What the 16-bit backward stages do before their main kernel. Introduced by: backward stage 11, cp_async.
 #pragma once
 #include "mma.cuh"
 #include "exp2.cuh"

@@ -1,11 +1,11 @@
-// What happens to a tile of S between the two products. Introduced by: forward stage 13, exp2.
+// What happens to a tile of S between the two products. Introduced by: forward stage 14, exp2.
 #pragma once
 #include "exp2.cuh"
 #include "mask.cuh"
 #include "mma.cuh"
 
-// c = scale * log2(e), so that 2^(c x) = e^(scale x); without the scale's sign, which is given to S. Not 0, as
-// 0 times -infinity is NaN: then the least normal number instead.
+// c = scale * log2(e), so that 2^(c x) = e^(scale x); without the scale's sign, which is given to S. Not 0,
+// as 0 times -infinity is NaN: then the least normal number instead.
 __device__ __forceinline__ float scale_log2(float scale) { return fmaxf(fabsf(scale) * LOG2_E, 1.2e-38f); }
 
 // -infinity for the elements of S that do not count. Its element (0, 0) is of query `row` and key `col`.

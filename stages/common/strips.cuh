@@ -1,7 +1,7 @@
-// Visitors of an accumulator that has more than 16 rows. Introduced by: forward stage 15, wide_warps.
+// Visitors of an accumulator that has more than 16 rows. Introduced by: forward stage 16, wide_warps.
 //
-// It is float acc[strips][n][4]: strips of 16 rows, each as in mma.cuh. A lane holds 2 * strips rows, 8 apart:
-// its r-th one is in acc[r / 2], and is the r % 2-th there.
+// It is float acc[strips][n][4]: strips of 16 rows, each as in mma.cuh. A lane holds 2 * strips rows, 8
+// apart: its r-th one is in acc[r / 2], and is the r % 2-th there.
 #pragma once
 #include "mma.cuh"
 

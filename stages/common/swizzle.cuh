@@ -1,4 +1,4 @@
-// The XOR swizzle of a tile of 16-bit elements. Introduced by: forward stage 11, swizzle, which draws it.
+// The XOR swizzle of a tile of 16-bit elements. Introduced by: forward stage 12, swizzle, which draws it.
 #pragma once
 
 // Where element (row, col) is, in a tile whose rows are `pitch` elements apart, a multiple of 64: the chunks

@@ -1,6 +1,5 @@
-// Tiles of an (N, d) matrix of 16-bit elements in shared memory. Introduced by: forward stage 9, wmma.
+// Tiles of an (N, d) matrix of 16-bit elements in shared memory. Introduced by: forward stage 10, wmma.
 #pragma once
-#include "tensor.cuh"
 
 constexpr int width = (HEAD_DIM + 15) / 16 * 16;   // d, rounded up to whole 16 x 16 fragments: the rest are 0
 

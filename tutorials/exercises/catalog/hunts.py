@@ -419,8 +419,8 @@ So print. In the kernel, where m_new is complete, for the lanes that have row 0:
             "1, 2 and 4 a lane has combined the numbers of which 8 lanes?"),
         answer=paragraphs("""
 The maximum was taken over the lanes that differ in the bits 0, 1 and 2 of their number. But a row's lanes
-are 0, 1, 4, 5, 8, 9, 12, 13 for row 0: they differ in the bits 0, 2 and 3 (common/conflict_free.cuh). So lanes 0,
-1, 4, 5 had another maximum than 8, 9, 12, 13, with another row's numbers in it.
+are 0, 1, 4, 5, 8, 9, 12, 13 for row 0: they differ in the bits 0, 2 and 3 (common/conflict_free.cuh). So
+lanes 0, 1, 4, 5 had another maximum than 8, 9, 12, 13, with another row's numbers in it.
 
 Which maximum is subtracted does not matter, as it cancels in O / l and in m + log(l); but all lanes of a
 row must subtract the same one. So equal scores are right. And with up to 16 keys only the lanes without bit

@@ -81,8 +81,8 @@ So columns change places:
   column c of row x of P_smem is at c ^ P_swap(x)
 
 Write the function P_swap(int x), with its first line, so that these 8 float4s fall into different banks; and
-the store. P_swap(x) may depend on x % 8 only: the loop that reads P calls it with that, and x % 8 is lane_col8()
-here. The result must be a multiple of 4 and less than 32. (Why?)
+the store. P_swap(x) may depend on x % 8 only: the loop that reads P calls it with that, and x % 8 is
+lane_col8() here. The result must be a multiple of 4 and less than 32. (Why?)
 """,
         hints=(
             "32 banks are room for 8 float4s. Two of a row are side by side: 32 bytes, or 8 banks. How far "

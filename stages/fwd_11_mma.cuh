@@ -1,56 +1,88 @@
-// Forward stage 11: swizzle
-// idea:    the XOR swizzle: no bank conflicts
+// Forward stage 11: mma
+// idea:    mma.sync and ldmatrix: S and P never leave registers
 // types:   fp16, bf16
 // needs:   sm_80
-// after:   mma
+// after:   wmma
 // tiles:   Br=64 Bc=64; d > 128: Br=64 Bc=32
 // limits:  Br % 16 == 0; Br <= 256; Bc % 16 == 0; Bc <= 128
-// shared:  2 * (Br + 2 * Bc) * ((d + 63) // 64 * 64)
+// shared:  2 * (Br + 2 * Bc) * ((d + 15) // 16 * 16)
 // hbm:     4 * B * H * (Tr * N_k * d + N_q * (d + 1))
-// predicted: 2.3x at d=64, 2x at d=128: an ldmatrix takes 4 wavefronts, not 32
+// predicted: 0.6x at d=64 and d=128: S, P and O are out of shared memory, but 8-way bank conflicts are in
 //
-// ldmatrix reads 8 rows at a time, 16 bytes of each: a chunk. In a plain tile these 8 chunks lie above each
-// other, in the same 4 banks. So each row is shuffled, in its own way: in row r, chunk c goes to the place
-// c ^ r % 8 (^: exclusive or), within every 8 chunks, 128 bytes, which are all 32 banks:
+// The tensor cores' own instruction instead of the portable API. It multiplies A, 16 x 16, by B, 16 x 8, and
+// adds the product to D, 16 x 8; each matrix is spread over the registers of a warp's lanes T0 to T31. The
+// API keeps to itself how; the instruction's manual says it (PTX ISA, "Matrix Fragments for mma.m16n8k16"):
 //
-//   place    0   1   2   3   4   5   6   7       Chunks c of 8 rows and where they lie. Find the 0s: each in
-//   banks   0-3 4-7  ..                28-31     another column, so in other banks: 8 rows, one wavefront.
-//   row 0    0   1   2   3   4   5   6   7       The same holds for 1s, 2s, ..., 7s. And a row still has all
-//   row 1    1   0   3   2   5   4   7   6       its chunks, in its own 128 bytes: what stores 8 of them
-//   row 2    2   3   0   1   6   7   4   5       finds all banks, as before.
-//   row 3    3   2   1   0   7   6   5   4
-//   row 4    4   5   6   7   0   1   2   3       Why ^ and not c + r? Both would do; ^ needs no % 8 after it
-//   row 5    5   4   7   6   1   0   3   2       and is its own inverse, and for c = 2 * k + (0 or 1), as in
-//   row 6    6   7   4   5   2   3   0   1       the loops below, it takes k apart from the rest: the address
-//   row 7    7   6   5   4   3   2   1   0       is (what depends on the lane) ^ (what depends on k).
+//   A     columns                               a lane: 8 elements, two neighbours of a row in a register
+//   rows  0 1  2 3  4 5  6 7    8 9 .. 14 15
+//     0   T0   T1   T2   T3     T0 ..  T3       a[0]: upper left      a[2]: upper right
+//     1   T4   T5   T6   T7     T4 ..  T7
+//     :    :    :    :    :      :      :
+//     7   T28  T29  T30  T31    T28 .. T31
 //
-// For this the rows of a tile are whole groups of 8 chunks: for a d that is no multiple of 64 the end of each
-// row stays empty. (Then stores have some conflicts, as 8 lanes store the end of a row and the next one's
-// start.) It is only an address, so it costs nothing but the room.
+//     8   T0   T1   T2   T3     T0 ..  T3       a[1]: lower left      a[3]: lower right
+//     :    :    :    :    :      :      :
+//    15   T28  T29  T30  T31    T28 .. T31
 //
-// Padding each row by 16 bytes would do as well here, but not in later stages, where hardware copies whole
-// tiles, and multiplies them where they lie. It knows three such patterns: within 32, 64 or 128 bytes. This
-// is the one of 128.
+//   B     columns                               a lane: 4 elements, two neighbours of a column in a register
+//   rows   0    1    2   ..   7
+//    0 1  T0   T4   T8   ..  T28                b[0]: upper half
+//    2 3  T1   T5   T9   ..  T29
+//    4 5  T2   T6   T10  ..  T30
+//    6 7  T3   T7   T11  ..  T31
 //
-// Changed from mma: where an element of a tile is: tile_index() and `pitch`. Nothing else. swizzled() is in
-// common/swizzle.cuh.
+//    8 9  T0   T4   T8   ..  T28                b[1]: lower half
+//     :    :    :    :         :
+//  14 15 T3   T7   T11  ..  T31
 //
-// Bound by waiting, for the next tiles and for its own instructions: issue slots are used 55 % of the time,
-// shared memory is busy 35 %, the tensor cores 19 % (H200, bf16, B4 H12 N1024 d64 causal; mma: 89 % and 8 %).
+//   D     columns                               a lane: 4 floats
+//   rows  0 1  2 3  4 5  6 7
+//     0   T0   T1   T2   T3                     d[0], d[1]: upper half
+//     :    :    :    :    :
+//     7   T28  T29  T30  T31
+//
+//     8   T0   T1   T2   T3                     d[2], d[3]: lower half
+//     :    :    :    :    :
+//    15   T28  T29  T30  T31
+//
+// P stays where S was made. D's upper half looks like a[0], its lower half like a[1]; the tile of S to its
+// right is a[2] and a[3]. So two neighbouring tiles of S, 16 x 8 each, are an A of 16 x 16: for O += P V a
+// lane rounds its own numbers and packs them by two. No shuffle, no shared memory.
+//
+// A row of S is within the 4 lanes of a quad. So a warp takes 16 rows of the tile, as before, and all Bc
+// keys, and a lane has two of the rows. A maximum takes 2 shuffles; so does a sum, and that once, at the end.
+// As O is spread like S, e^(m - m_new) is in the lane that needs it. for_each, for_row and for_each_pair of
+// common/mma.cuh visit the elements that a lane has.
+//
+// ldmatrix fills these registers from shared memory: four matrices of 8 x 8 by one instruction, a row of one
+// being 16 bytes. Q is A as it lies. A column of B = K^T is a row of K, so K does as it lies, too. A column
+// of B = V crosses V's rows: ldmatrix.trans transposes each 8 x 8 on the way.
+//
+// Bank conflicts: rows of a tile are d elements apart, rounded up to 16. For d = 64 that is 128 bytes, all 32
+// banks: the 8 rows of a matrix start in the same bank, and each takes a wavefront of its own: 8 instead of
+// 1. So it is for every multiple of 64 (else 4 or 2). The next stage mends that.
+//
+// HBM traffic without caches (hbm, above): as in flash2, with 2 bytes an element; L stays a float.
+//
+// Changed from wmma: a fragment is a plain array of registers whose elements have known places. S, P and O
+// have left shared memory, and what is done to them is done in registers, as in flash2.
+//
+// Bound by shared memory: it is busy 89 % of the time, as bank conflicts make an ldmatrix take 32 wavefronts
+// instead of 4; the tensor cores are busy 8 % (H200, bf16, B4 H12 N1024 d64 causal). So this stage is slower
+// than wmma, whose tiles are padded.
 #pragma once
 #include "common/launch.cuh"
 #include "common/mask.cuh"
 #include "common/mma.cuh"
-#include "common/swizzle.cuh"
 #include "common/tile16.cuh"
 
 constexpr int d = HEAD_DIM;
 constexpr int Br = BLOCK_R, Bc = BLOCK_C;
 constexpr int warps = Br / 16, threads = 32 * warps;
-constexpr int pitch = (d + 63) / 64 * 64; // from a row of a tile in shared memory to the next
+constexpr int pitch = width;              // from a row of a tile in shared memory to the next
 
 // Where the element (row, col) of a tile is
-__device__ __forceinline__ int tile_index(int row, int col) { return swizzled(row, col, pitch); }
+__device__ __forceinline__ int tile_index(int row, int col) { return row * pitch + col; }
 
 // One block per tile of Q. Line numbers are those of Algorithm 1.
 __global__ void __launch_bounds__(threads, 1) forward_kernel(FwdParams p) {
@@ -62,7 +94,6 @@ __global__ void __launch_bounds__(threads, 1) forward_kernel(FwdParams p) {
   const Mask mask(p);
   const ELEMENT* K = p.K.head(b, h_kv);
   const ELEMENT* V = p.V.head(b, h_kv);
-  ELEMENT* O = p.O.head(b, h);
 
   extern __shared__ __align__(128) ELEMENT smem[];
   ELEMENT* Q_smem = smem;                   // Br x d, rows `pitch` apart
@@ -72,9 +103,11 @@ __global__ void __launch_bounds__(threads, 1) forward_kernel(FwdParams p) {
 
   // The rows that this lane points ldmatrix to: lanes 0 to 7 to those of the first 8 x 8 matrix, and so on.
   // Q and V: upper left, lower left, upper right, lower right. K: in K^T that is how it is.
+  // --- row and column
   const int Q_row = lane % 16, Q_col = lane / 16 * 8;
   const int K_row = lane / 16 * 8 + lane % 8, K_col = lane / 8 % 2 * 8;
   const int V_row = Q_row, V_col = Q_col;
+  // ---
 
   float O_reg[width / 8][4] = {}, m[2], l[2];                            // line 5
   for (int r = 0; r < 2; r++) {             // this lane's two rows
@@ -124,12 +157,14 @@ __global__ void __launch_bounds__(threads, 1) forward_kernel(FwdParams p) {
     for (int k = 0; k < Bc / 16; k++) {                                  // line 10: + P~_ij V_j
       uint32_t P_frag[4];
       to_A(P_frag, S_reg, k);
+      // --- its product with V_j
       #pragma unroll
       for (int n = 0; n < width / 16; n++) {
         uint32_t V_frag[4];
         ldmatrix_x4_trans(V_frag, shared_address(V_smem + tile_index(16 * k + V_row, 16 * n + V_col)));
         mma_m16n16k16(O_reg[2 * n], O_reg[2 * n + 1], P_frag, V_frag);
       }
+      // ---
     }
   }                                                                      // line 11
 
@@ -142,6 +177,7 @@ __global__ void __launch_bounds__(threads, 1) forward_kernel(FwdParams p) {
     if (lane % 4 == 0 && row < p.N_q)                                    // lines 13, 15
       p.L[(int64_t)bh * p.N_q + row] = l[r] == 0.f ? -INFINITY : m[r] + logf(l[r]);
   }
+  ELEMENT* O = p.O.head(bh / p.H, bh % p.H);
   for_each_pair(O_reg, [&](uint32_t both, int row, int col) {            // line 14
     if (warp_row + row < p.N_q && col < d)
       *reinterpret_cast<uint32_t*>(O + (warp_row + row) * p.O.stride_n + col) = both;

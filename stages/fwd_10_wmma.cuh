@@ -1,4 +1,4 @@
-// Forward stage 9: wmma
+// Forward stage 10: wmma
 // idea:    tensor cores by the portable API; S, P and O through shared memory
 // types:   fp16, bf16
 // needs:   sm_70; bf16: sm_80

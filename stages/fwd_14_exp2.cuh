@@ -1,14 +1,33 @@
-// Forward stage 14: saved_registers
-// idea:    addresses worked out once, Q's fragments held or not, l in shared memory: room for more rows
+// Forward stage 14: exp2
+// idea:    fewer instructions a score: 2^x with the scale folded in, the mask only in tiles that it cuts
 // types:   fp16, bf16
 // needs:   sm_80
-// after:   exp2
+// after:   cp_async
 // tiles:   Br=64 Bc=64; d > 128: Br=64 Bc=32
 // limits:  Br % 16 == 0; Br <= 256; Bc % 16 == 0; Bc <= 128
-// shared:  2 * (Br + 4 * Bc) * ((d + 63) // 64 * 64) + 16 * Br
+// shared:  2 * (Br + 4 * Bc) * ((d + 63) // 64 * 64)
 // hbm:     4 * B * H * (Tr * N_k * d + N_q * (d + 1))
+// predicted: 1.25x at d=64, 1.15x at d=128: three instructions fewer for each score, none for the mask
+//
+// At d = 64 a score costs as much outside the tensor cores as in them, so each instruction of the softmax
+// counts. Two of them go:
+//
+//   - e^(scale (x - m)) = 2^(c x - c m), with c = scale log2(e): one multiply-add and one ex2 for each score.
+//     expf would multiply by log2(e) itself, after a multiplication by the scale and a subtraction. m is kept
+//     with its factor c, as rounded: then 2^(m - m_new) is exactly 1 if m stays. L is turned back at the end:
+//     L = ln(2) (m + log2(l)).
+//   - The mask is a matter of those tiles that it cuts, or that reach past the last key. Tiles are walked in
+//     order, so these are the last ones: the loop over j runs twice, over the whole tiles and over the cut
+//     ones, and the compiler leaves comparisons, and the case of a row without a key, out of the first.
+//
+// The maximum is now taken of x, and c multiplied to it afterwards: right only if c is not negative. A
+// negative scale therefore changes the sign of S and its own (NEGATIVE_SCALE, a constant of the JIT). A row's
+// step and the masking of a tile are functions of common/softmax.cuh, which the next stages call.
+//
+// HBM traffic without caches (hbm, above): as in cp_async.
+//
+// Changed from cp_async: lines 9, 13 and 15 of Algorithm 1, and the loop over j.
 #pragma once
-#include "common/address.cuh"
 #include "common/copy_tile.cuh"
 #include "common/launch.cuh"
 #include "common/mask.cuh"
@@ -21,15 +40,12 @@ constexpr int d = HEAD_DIM;
 constexpr int Br = BLOCK_R, Bc = BLOCK_C;
 constexpr int warps = Br / 16, threads = 32 * warps;
 constexpr int pitch = (d + 63) / 64 * 64; // from a row of a tile in shared memory to the next
-constexpr int blocks_per_sm = d <= 64 ? 4 : 2;  // at least: so many registers may a thread have
-// Registers for a lane's part of O, S and Q: is there room for all three? Else Q is read anew for each tile.
-constexpr bool Q_in_registers = width / 2 + Bc / 2 + width / 4 <= 192;
 
 // Where the element (row, col) of a tile is
 __device__ __forceinline__ int tile_index(int row, int col) { return swizzled(row, col, pitch); }
 
 // One block per tile of Q. Line numbers are those of Algorithm 1.
-__global__ void __launch_bounds__(threads, blocks_per_sm) forward_kernel(FwdParams p) {
+__global__ void __launch_bounds__(threads, 1) forward_kernel(FwdParams p) {
   const int Tr = ceil_div(p.N_q, Br);                                    // lines 1, 2
   const int i = blockIdx.x % Tr, bh = blockIdx.x / Tr;                   // line 3
   const int b = bh / p.H, h = bh % p.H, h_kv = h / (p.H / p.H_kv);
@@ -43,32 +59,21 @@ __global__ void __launch_bounds__(threads, blocks_per_sm) forward_kernel(FwdPara
   ELEMENT* Q_smem = smem;                   // Br x d, rows `pitch` apart
   ELEMENT* K_smem = Q_smem + Br * pitch;    // Bc x d, the same, twice: K_j is in buffer j % 2
   ELEMENT* V_smem = K_smem + 2 * Bc * pitch;     // the same
-  float* l_smem = reinterpret_cast<float*>(V_smem + 2 * Bc * pitch) + threadIdx.x;   // next: + threads
   copy_tile<threads>(Q_smem, tile_index, p.Q.head(b, h), p.Q.stride_n, i * Br, Br, p.N_q); // line 4
   copy_tile<threads>(K_smem, tile_index, K, p.K.stride_n, 0, Bc, p.N_k);                   // line 7
   copy_tile<threads>(V_smem, tile_index, V, p.V.stride_n, 0, Bc, p.N_k);
   cp_async_commit();
-  cp_async_wait<0>();
-  __syncthreads();
 
   // The rows that this lane points ldmatrix to: lanes 0 to 7 to those of the first 8 x 8 matrix, and so on.
   // Q and V: upper left, lower left, upper right, lower right. K: in K^T that is how it is.
   const int Q_row = lane % 16, Q_col = lane / 16 * 8;
   const int K_row = lane / 16 * 8 + lane % 8, K_col = lane / 8 % 2 * 8;
   const int V_row = Q_row, V_col = Q_col;
-  const uint32_t Q_address = shared_address(Q_smem + tile_index(16 * warp + Q_row, Q_col));
-  const uint32_t K_address = shared_address(K_smem + tile_index(K_row, K_col));
-  const uint32_t V_address = shared_address(V_smem + tile_index(V_row, V_col));
-  uint32_t Q_frag[width / 16][4];
-  auto load_Q = [&](int k) { ldmatrix_x4(Q_frag[k], advance(Q_address, 0, 16 * k, pitch)); };
-  #pragma unroll
-  for (int k = 0; k < width / 16; k++)
-    if (Q_in_registers) load_Q(k);
 
-  float O_reg[width / 8][4] = {}, m[2];                                  // line 5
+  float O_reg[width / 8][4] = {}, m[2], l[2];                            // line 5
   for (int r = 0; r < 2; r++) {             // this lane's two rows
     m[r] = -INFINITY;
-    l_smem[r * threads] = 0.f;              // over its columns only, until the end
+    l[r] = 0.f;                             // over its columns only, until the end
   }
 
   const int cut_j = mask.cut_j(i), end_j = mask.end_j(i);
@@ -79,17 +84,18 @@ __global__ void __launch_bounds__(threads, blocks_per_sm) forward_kernel(FwdPara
       cp_async_wait<0>();
       __syncthreads();                      // K_j and V_j are there; and all are done with K_j-1 and V_j-1
       const int buffer = j % 2 * Bc * pitch, next_buffer = (j + 1) % 2 * Bc * pitch;
-      const uint32_t K_j = K_address + 2 * buffer, V_j = V_address + 2 * buffer;
+      const ELEMENT *K_j = K_smem + buffer, *V_j = V_smem + buffer;
 
       float S_reg[Bc / 8][4] = {};                                       // line 8: S_ij = Q_i K_j^T
       #pragma unroll
       for (int k = 0; k < width / 16; k++) {
-        if (!Q_in_registers) load_Q(k);
+        uint32_t Q_frag[4];
+        ldmatrix_x4(Q_frag, shared_address(Q_smem + tile_index(16 * warp + Q_row, 16 * k + Q_col)));
         #pragma unroll
         for (int n = 0; n < Bc / 16; n++) {
           uint32_t K_frag[4];
-          ldmatrix_x4(K_frag, advance(K_j, 16 * n, 16 * k, pitch));
-          mma_m16n16k16(S_reg[2 * n], S_reg[2 * n + 1], Q_frag[k], K_frag);
+          ldmatrix_x4(K_frag, shared_address(K_j + tile_index(16 * n + K_row, 16 * k + K_col)));
+          mma_m16n16k16(S_reg[2 * n], S_reg[2 * n + 1], Q_frag, K_frag);
         }
       }
 
@@ -103,8 +109,7 @@ __global__ void __launch_bounds__(threads, blocks_per_sm) forward_kernel(FwdPara
       if (cut) mask_tile(S_reg, mask, warp_row, j * Bc);
       #pragma unroll
       for (int r = 0; r < 2; r++) {
-        float& l = l_smem[r * threads];
-        const float alpha = softmax_step(S_reg, r, m[r], l, scale_log2(p.scale), cut);     // line 9
+        const float alpha = softmax_step(S_reg, r, m[r], l[r], scale_log2(p.scale), cut);  // line 9
         for_row(O_reg, r, [&](float& x) { x *= alpha; });                // line 10: e^(m - m_new) O
       }
 
@@ -115,7 +120,7 @@ __global__ void __launch_bounds__(threads, blocks_per_sm) forward_kernel(FwdPara
         #pragma unroll
         for (int n = 0; n < width / 16; n++) {
           uint32_t V_frag[4];
-          ldmatrix_x4_trans(V_frag, advance(V_j, 16 * k, 16 * n, pitch));
+          ldmatrix_x4_trans(V_frag, shared_address(V_j + tile_index(16 * k + V_row, 16 * n + V_col)));
           mma_m16n16k16(O_reg[2 * n], O_reg[2 * n + 1], P_frag, V_frag);
         }
       }
@@ -125,11 +130,11 @@ __global__ void __launch_bounds__(threads, blocks_per_sm) forward_kernel(FwdPara
   #pragma unroll
   for (int r = 0; r < 2; r++) {
     const int row = warp_row + lane / 4 + 8 * r;
-    const float l = quad_sum(l_smem[r * threads]);
-    const float inv_l = l == 0.f ? 0.f : 1.f / l;
+    l[r] = quad_sum(l[r]);
+    const float inv_l = l[r] == 0.f ? 0.f : 1.f / l[r];
     for_row(O_reg, r, [&](float& x) { x *= inv_l; });                    // line 12
     if (lane % 4 == 0 && row < p.N_q)                                    // lines 13, 15
-      p.L[(int64_t)bh * p.N_q + row] = l == 0.f ? -INFINITY : LN_2 * (m[r] + log2f(l));
+      p.L[(int64_t)bh * p.N_q + row] = l[r] == 0.f ? -INFINITY : LN_2 * (m[r] + log2f(l[r]));
   }
   ELEMENT* O = p.O.head(bh / p.H, bh % p.H);
   for_each_pair(O_reg, [&](uint32_t both, int row, int col) {            // line 14
@@ -141,7 +146,7 @@ __global__ void __launch_bounds__(threads, blocks_per_sm) forward_kernel(FwdPara
 size_t workspace_bytes(const FwdParams&) { return 0; }
 
 cudaError_t launch(const FwdParams& p, cudaStream_t stream) {
-  const size_t bytes = sizeof(ELEMENT) * (Br + 4 * Bc) * pitch + sizeof(float) * 4 * Br;
+  const size_t bytes = sizeof(ELEMENT) * (Br + 4 * Bc) * pitch;
   allow_shared_memory(forward_kernel, bytes);
   forward_kernel<<<p.B * p.H * ceil_div(p.N_q, Br), threads, bytes, stream>>>(p);
   return cudaGetLastError();

@@ -1,4 +1,4 @@
-// Forward stage 15: wide_warps
+// Forward stage 16: wide_warps
 // idea:    32 rows a warp: a fragment of K or V serves two products
 // types:   fp16, bf16
 // needs:   sm_80
@@ -7,6 +7,23 @@
 // limits:  Br % 16 == 0; Br <= 256; Bc % 16 == 0; Bc <= 128
 // shared:  2 * (Br + 4 * Bc) * ((d + 63) // 64 * 64) + 16 * Br
 // hbm:     4 * B * H * (Tr * N_k * d + N_q * (d + 1))
+// predicted: 1.35x at d=64, 1.25x at d=128: half the ldmatrix of K and V; 1.00x at d=256, as it was
+//
+// With 16 rows a warp, a fragment of K or V is brought by one ldmatrix and multiplied once: 16 x 16 numbers
+// of K for 16 x 16 of S. With 32 rows, two strips of 16, each fragment serves two products, and shared
+// memory, which was the bottleneck, has half as much to deliver for the same work. For d > 128 there are no
+// registers for it.
+//
+// O and S are now acc[strips][n][4], and a lane has 2 * strips rows, 8 apart. common/strips.cuh has the
+// visitors for it; softmax_step and mask_tile are called strip by strip.
+//
+// Br = 128 for d <= 128: four warps as before, twice the rows. As K and V come from HBM once for each tile of
+// Q, that also halves their traffic.
+//
+// HBM traffic without caches (hbm, above): half as much of K and V as in saved_registers, where Br is 128.
+//
+// Changed from saved_registers: a dimension more for Q_frag, O_reg, S_reg and P_frag, a loop over it at each
+// product, and the tile sizes.
 #pragma once
 #include "common/address.cuh"
 #include "common/copy_tile.cuh"

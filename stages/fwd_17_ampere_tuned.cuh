@@ -1,4 +1,4 @@
-// Forward stage 16: ampere_tuned
+// Forward stage 17: ampere_tuned
 // idea:    what is left: order of blocks, tile sizes, one buffer at d > 128, O by 16-byte stores
 // types:   fp16, bf16
 // needs:   sm_80
@@ -13,10 +13,11 @@
 //
 // What is left: constants, order and scheduling. Each is a few lines.
 //
-//   - The order of the blocks (common/order.cuh). Causal: the last tiles of Q of all heads come first, as they
-//     see most keys. Else 16 heads at a time, whose K and V the L2 cache can hold while all tiles of Q pass by.
-//   - Tile sizes by the size of the call. Small ones get Br = 64: more blocks, with 16 rows a warp each, where
-//     multiprocessors would have stood idle.
+//   - The order of the blocks (common/order.cuh). Causal: the last tiles of Q of all heads come first, as
+//     they see most keys. Else 16 heads at a time, whose K and V the L2 cache can hold while all tiles of Q
+//     pass by.
+//   - Tile sizes by the size of the call. Small ones get Br = 64: more blocks, with 16 rows a warp each,
+//     where multiprocessors would have stood idle.
 //   - For d > 128 shared memory has room for one tile each of K and V, if two blocks are to fit on a
 //     multiprocessor: the products of one run while the other makes exponentials. V_j comes during S, K_j+1
 //     after it, and a tile takes a second barrier. (At d = 256, two blocks with Bc = 80 fill the 228 KB of an

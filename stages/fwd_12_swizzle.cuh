@@ -1,43 +1,43 @@
-// Forward stage 12: cp_async
-// idea:    asynchronous copies into a second buffer: the next tile comes while this one is multiplied
+// Forward stage 12: swizzle
+// idea:    the XOR swizzle: no bank conflicts
 // types:   fp16, bf16
 // needs:   sm_80
-// after:   swizzle
+// after:   mma
 // tiles:   Br=64 Bc=64; d > 128: Br=64 Bc=32
 // limits:  Br % 16 == 0; Br <= 256; Bc % 16 == 0; Bc <= 128
-// shared:  2 * (Br + 4 * Bc) * ((d + 63) // 64 * 64)
+// shared:  2 * (Br + 2 * Bc) * ((d + 63) // 64 * 64)
 // hbm:     4 * B * H * (Tr * N_k * d + N_q * (d + 1))
-// predicted: 1.3x at d=64, 1.25x at d=128: no waiting for the next tile; no registers on its way
+// predicted: 2.3x at d=64, 2x at d=128: an ldmatrix takes 4 wavefronts, not 32
 //
-// A load from HBM takes hundreds of cycles. So far a block waited for loads in every tile. Its tensor cores
-// were idle, unless another block on the multiprocessor had work for them.
+// ldmatrix reads 8 rows at a time, 16 bytes of each: a chunk. In a plain tile these 8 chunks lie above each
+// other, in the same 4 banks. So each row is shuffled, in its own way: in row r, chunk c goes to the place
+// c ^ r % 8 (^: exclusive or), within every 8 chunks, 128 bytes, which are all 32 banks:
 //
-// cp.async copies 16 bytes from HBM to shared memory, past the registers, and lets the thread go on. K and V
-// have two buffers each: while tile j is used, tile j + 1 is under way to the other ones.
+//   place    0   1   2   3   4   5   6   7       Chunks c of 8 rows and where they lie. Find the 0s: each in
+//   banks   0-3 4-7  ..                28-31     another column, so in other banks: 8 rows, one wavefront.
+//   row 0    0   1   2   3   4   5   6   7       The same holds for 1s, 2s, ..., 7s. And a row still has all
+//   row 1    1   0   3   2   5   4   7   6       its chunks, in its own 128 bytes: what stores 8 of them
+//   row 2    2   3   0   1   6   7   4   5       finds all banks, as before.
+//   row 3    3   2   1   0   7   6   5   4
+//   row 4    4   5   6   7   0   1   2   3       Why ^ and not c + r? Both would do; ^ needs no % 8 after it
+//   row 5    5   4   7   6   1   0   3   2       and is its own inverse, and for c = 2 * k + (0 or 1), as in
+//   row 6    6   7   4   5   2   3   0   1       the loops below, it takes k apart from the rest: the address
+//   row 7    7   6   5   4   3   2   1   0       is (what depends on the lane) ^ (what depends on k).
 //
-//   time ->    tile j - 1               tile j                   tile j + 1
-//   copies     K_j, V_j                 K_j+1, V_j+1             K_j+2, V_j+2
-//   buffers    j % 2                    (j + 1) % 2              j % 2
-//   products   S_i,j-1  P_i,j-1 V_j-1   S_ij     P_ij V_j        S_i,j+1  P_i,j+1 V_j+1
+// For this the rows of a tile are whole groups of 8 chunks: for a d that is no multiple of 64 the end of each
+// row stays empty. (Then stores have some conflicts, as 8 lanes store the end of a row and the next one's
+// start.) It is only an address, so it costs nothing but the room.
 //
-// One barrier a tile is enough:
+// Padding each row by 16 bytes would do as well here, but not in later stages, where hardware copies whole
+// tiles, and multiplies them where they lie. It knows three such patterns: within 32, 64 or 128 bytes. This
+// is the one of 128.
 //
-//   wait until this thread's copies of tile j are done; barrier: everybody's are, and tile j - 1, where
-//   j + 1 goes, is used up; S = Q K_j^T; start to copy tile j + 1; softmax; O += P V_j
+// Changed from mma: where an element of a tile is: tile_index() and `pitch`. Nothing else. swizzled() is in
+// common/swizzle.cuh.
 //
-// The copies start after S, so that its multiplications need not wait until the copies are issued. The first
-// tile comes before the loop, together with Q.
-//
-// HBM traffic without caches (hbm, above): as in swizzle.
-//
-// Changed from swizzle: load_tile is copy_tile (common/copy_tile.cuh), K and V have two buffers, and a tile
-// takes one barrier, not two. The price is room: a block needs more shared memory, so fewer of them fit on a
-// multiprocessor.
-//
-// Bound by its own instructions, one after the other: each score takes a mask, a scale, a maximum, expf's
-// several instructions and a sum. The next stage, exp2, has fewer.
+// Bound by waiting, for the next tiles and for its own instructions: issue slots are used 55 % of the time,
+// shared memory is busy 35 %, the tensor cores 19 % (H200, bf16, B4 H12 N1024 d64 causal; mma: 89 % and 8 %).
 #pragma once
-#include "common/copy_tile.cuh"
 #include "common/launch.cuh"
 #include "common/mask.cuh"
 #include "common/mma.cuh"
@@ -62,16 +62,12 @@ __global__ void __launch_bounds__(threads, 1) forward_kernel(FwdParams p) {
   const Mask mask(p);
   const ELEMENT* K = p.K.head(b, h_kv);
   const ELEMENT* V = p.V.head(b, h_kv);
-  ELEMENT* O = p.O.head(b, h);
 
   extern __shared__ __align__(128) ELEMENT smem[];
   ELEMENT* Q_smem = smem;                   // Br x d, rows `pitch` apart
-  ELEMENT* K_smem = Q_smem + Br * pitch;    // Bc x d, the same, twice: K_j is in buffer j % 2
-  ELEMENT* V_smem = K_smem + 2 * Bc * pitch;     // the same
-  copy_tile<threads>(Q_smem, tile_index, p.Q.head(b, h), p.Q.stride_n, i * Br, Br, p.N_q); // line 4
-  copy_tile<threads>(K_smem, tile_index, K, p.K.stride_n, 0, Bc, p.N_k);                   // line 7
-  copy_tile<threads>(V_smem, tile_index, V, p.V.stride_n, 0, Bc, p.N_k);
-  cp_async_commit();
+  ELEMENT* K_smem = Q_smem + Br * pitch;    // Bc x d, the same
+  ELEMENT* V_smem = K_smem + Bc * pitch;    // the same
+  load_tile<threads>(Q_smem, tile_index, p.Q.head(b, h), p.Q.stride_n, i * Br, Br, p.N_q); // line 4
 
   // The rows that this lane points ldmatrix to: lanes 0 to 7 to those of the first 8 x 8 matrix, and so on.
   // Q and V: upper left, lower left, upper right, lower right. K: in K^T that is how it is.
@@ -86,12 +82,10 @@ __global__ void __launch_bounds__(threads, 1) forward_kernel(FwdParams p) {
   }
 
   for (int j = 0; j < mask.end_j(i); j++) {                              // line 6
-    // --- the head of a tile
-    cp_async_wait<0>();
-    __syncthreads();                        // K_j and V_j are there; and all are done with K_j-1 and V_j-1
-    const int buffer = j % 2 * Bc * pitch, next_buffer = (j + 1) % 2 * Bc * pitch;
-    // ---
-    const ELEMENT *K_j = K_smem + buffer, *V_j = V_smem + buffer;
+    __syncthreads();                        // all are done with the last tiles, which are now overwritten
+    load_tile<threads>(K_smem, tile_index, K, p.K.stride_n, j * Bc, Bc, p.N_k);            // line 7
+    load_tile<threads>(V_smem, tile_index, V, p.V.stride_n, j * Bc, Bc, p.N_k);
+    __syncthreads();                        // nobody reads before everybody has written
 
     float S_reg[Bc / 8][4] = {};                                         // line 8: S_ij = Q_i K_j^T
     #pragma unroll
@@ -101,18 +95,10 @@ __global__ void __launch_bounds__(threads, 1) forward_kernel(FwdParams p) {
       #pragma unroll
       for (int n = 0; n < Bc / 16; n++) {
         uint32_t K_frag[4];
-        ldmatrix_x4(K_frag, shared_address(K_j + tile_index(16 * n + K_row, 16 * k + K_col)));
+        ldmatrix_x4(K_frag, shared_address(K_smem + tile_index(16 * n + K_row, 16 * k + K_col)));
         mma_m16n16k16(S_reg[2 * n], S_reg[2 * n + 1], Q_frag, K_frag);
       }
     }
-
-    // --- the next tile is on its way
-    if (j + 1 < mask.end_j(i)) {            // to where K_j-1 and V_j-1 were
-      copy_tile<threads>(K_smem + next_buffer, tile_index, K, p.K.stride_n, (j + 1) * Bc, Bc, p.N_k);
-      copy_tile<threads>(V_smem + next_buffer, tile_index, V, p.V.stride_n, (j + 1) * Bc, Bc, p.N_k);
-      cp_async_commit();
-    }
-    // ---
 
     for_each(S_reg, [&](float& x, int row, int col) {
       x = mask.sees(warp_row + row, j * Bc + col) ? p.scale * x : -INFINITY;
@@ -140,12 +126,11 @@ __global__ void __launch_bounds__(threads, 1) forward_kernel(FwdParams p) {
       #pragma unroll
       for (int n = 0; n < width / 16; n++) {
         uint32_t V_frag[4];
-        ldmatrix_x4_trans(V_frag, shared_address(V_j + tile_index(16 * k + V_row, 16 * n + V_col)));
+        ldmatrix_x4_trans(V_frag, shared_address(V_smem + tile_index(16 * k + V_row, 16 * n + V_col)));
         mma_m16n16k16(O_reg[2 * n], O_reg[2 * n + 1], P_frag, V_frag);
       }
     }
   }                                                                      // line 11
-  cp_async_wait<0>();                       // no copy outlives its block: of a tile of Q that sees no key
 
   #pragma unroll
   for (int r = 0; r < 2; r++) {
@@ -156,6 +141,7 @@ __global__ void __launch_bounds__(threads, 1) forward_kernel(FwdParams p) {
     if (lane % 4 == 0 && row < p.N_q)                                    // lines 13, 15
       p.L[(int64_t)bh * p.N_q + row] = l[r] == 0.f ? -INFINITY : m[r] + logf(l[r]);
   }
+  ELEMENT* O = p.O.head(bh / p.H, bh % p.H);
   for_each_pair(O_reg, [&](uint32_t both, int row, int col) {            // line 14
     if (warp_row + row < p.N_q && col < d)
       *reinterpret_cast<uint32_t*>(O + (warp_row + row) * p.O.stride_n + col) = both;
@@ -165,7 +151,7 @@ __global__ void __launch_bounds__(threads, 1) forward_kernel(FwdParams p) {
 size_t workspace_bytes(const FwdParams&) { return 0; }
 
 cudaError_t launch(const FwdParams& p, cudaStream_t stream) {
-  const size_t bytes = sizeof(ELEMENT) * (Br + 4 * Bc) * pitch;
+  const size_t bytes = sizeof(ELEMENT) * (Br + 2 * Bc) * pitch;
   allow_shared_memory(forward_kernel, bytes);
   forward_kernel<<<p.B * p.H * ceil_div(p.N_q, Br), threads, bytes, stream>>>(p);
   return cudaGetLastError();
