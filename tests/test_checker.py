@@ -740,12 +740,11 @@ OUT_OF_BOUNDS = [
     ("conflict_free", r"if \(row >= p.N_q\) continue;", "", {"O", "L"}),
     ("prefetch", r"at.x < left && ", "", {"K"}),
     ("fp32_tuned", r"0, Bc, p.N_k - j \* Bc", "0, Bc, Bc", {"V"}),
-    *((stage, r"first \+ row < N && ", "", {"Q", "K", "V"}) for stage in ("wmma", "mma", "swizzle")),
-    *((stage, r"if \(row >= p.N_q\) continue;", "", {"O", "L"}) for stage in ("mma", "swizzle")),
+    *((stage, r"warp_row \+ row < p\.N_q && ", "", {"O"}) for stage in ("mma", "swizzle", "wide_warps")),
+    *((stage, r" && row < p\.N_q", "", {"L"}) for stage in ("mma", "cp_async", "ampere_tuned")),
     ("wmma", r"if \(row >= p.N_q\) return;", "", {"O", "L"}),
-    ("cp_async", r"first \+ first_row \+ row < N && ", "", {"Q", "K", "V"}),
-    ("cp_async", r"if \(row_of_O < p\.N_q\)", "", {"O"}),
-    ("cp_async", r" && row < p\.N_q", "", {"L"}),
+    ("cp_async", r"i \* Br, Br, p.N_q", "i * Br, Br, 1 << 20", {"Q"}),
+    ("ampere_tuned", r"if \(warp_row \+ row < p\.N_q\)", "", {"O"}),
 ]
 
 
