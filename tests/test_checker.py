@@ -738,7 +738,7 @@ OUT_OF_BOUNDS = [
     ("register_tiles", r"i \* Br, Br, p.N_q", "i * Br, Br, 1 << 20", {"Q"}),
     ("vectorized", r"j \* Bc, Bc, p.N_k", "j * Bc, Bc, 1 << 20", {"K", "V"}),
     ("conflict_free", r"if \(row >= p.N_q\) continue;", "", {"O", "L"}),
-    ("prefetch", r"at.x < left && ", "", {"K"}),
+    ("prefetch", r"pos.x < left && ", "", {"K"}),
     ("fp32_tuned", r"0, Bc, p.N_k - j \* Bc", "0, Bc, Bc", {"V"}),
     *((stage, r"first \+ row < N && ", "", {"Q", "K", "V"}) for stage in ("wmma", "mma", "swizzle")),
     *((stage, r"if \(row >= p.N_q\) continue;", "", {"O", "L"}) for stage in ("mma", "swizzle")),
