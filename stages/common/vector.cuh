@@ -24,7 +24,7 @@ __device__ __forceinline__ void load(float (&to)[n], const float* row, int first
 
 // The n-th float4 of this lane, where a warp takes 32 / L rows x L float4s of a tile at a time: `high` warps
 // stand below each other and `wide` ones side by side, and together they go down the tile first. x: the row;
-// y: which float4 of it. What depends on n is kept apart from what depends on the thread, so that the compiler
+// y: which float4 of it. What depends on n is kept apart from what depends on the thread: so the compiler
 // can put it into constants.
 template <int L, int threads>
 __device__ __forceinline__ int2 nth_float4(int n, int tile_rows) {
