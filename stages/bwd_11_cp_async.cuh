@@ -9,7 +9,7 @@
 // shared:  4 * (Bc + 2 * Br) * ((d + 63) // 64 * 64) + 2 * Bc * max(Br, 64) + 16 * Br
 // workspace: dQ_accum, L, D
 // hbm:     B * (8 * H_kv * N_k * d + H * (N_q * (12 * Tc * d + 10 * d + 4) + Tr * Br * (8 * Tc + 4 * d + 8)))
-// predicted: 1.3x at d=64, 1.2x at d=128: nobody waits for Q and dO; one barrier less
+// predicted: 1.3x at d=64, 1.2x at d=128: nobody waits for Q and dO
 //
 // As in the forward stage cp_async, the tiles of the loop come asynchronously: Q, dO, L and D have room for
 // two tiles each, and cp.async brings the next one while this one is multiplied.
@@ -19,8 +19,8 @@
 //   i      S^T, dP^T, ... dQ of tile i
 //   i + 1  wait for the copies of tile i + 1; barrier
 //
-// The other buffer was last read for dV and dK of tile i - 1, before the barrier that comes ahead of dQ: one
-// barrier at the start of a tile is enough, where split_warps has two.
+// The other buffer was last read for dV and dK of tile i - 1, before the barrier that comes ahead of dQ. So
+// the copies may start at once, and there are no more barriers than in split_warps.
 //
 // cp.async copies 16 bytes, four numbers of L or D. These are contiguous in HBM, but N_q need not be a
 // multiple of 4. So a kernel that runs first copies them into whole tiles, and does three more things on its
@@ -31,7 +31,7 @@
 //
 // Changed from split_warps: the loads; prepare_kernel instead of D_kernel and clear_kernel.
 //
-// Bound by waiting at three barriers: for the half of the warps that makes exponentials, and for dQ, which no
+// Bound by waiting at its barriers: for the half of the warps that makes exponentials, and for dQ, which no
 // other work hides.
 #pragma once
 #include "common/copy_tile.cuh"

@@ -4,7 +4,7 @@
 // needs:   sm_80
 // after:   cp_async
 // deterministic: no
-// tiles:   Br=64 Bc=128; d > 64: Br=32 Bc=128; d > 128: Br=64 Bc=64
+// tiles:   Br=64 Bc=128; d > 64: Br=32 Bc=128; d > 128: Br=32 Bc=64
 // limits:  Br in (32, 64, 128); Bc in (32, 64, 128); Br <= Bc
 // shared:  4 * (Bc + 2 * Br) * ((d + 63) // 64 * 64) + 4 * Bc * max(Br, 64) + 16 * Br
 // workspace: dQ_accum, L, D
@@ -30,8 +30,7 @@
 //
 // HBM traffic without caches (hbm, above): as in cp_async, but all rows of a tile are added to dQ_accum.
 //
-// Changed from cp_async: when dQ is made, by whom, and where its sums are. Tiles are larger at d = 256, as
-// the registers of dQ and of dP^T are not in use at the same time.
+// Changed from cp_async: when dQ is made, by whom, and where its sums are.
 //
 // Bound by the latency of its own instructions, as registers leave room for 8 warps on a multiprocessor, and
 // by two barriers.
@@ -109,7 +108,7 @@ __global__ void __launch_bounds__(threads) backward_kernel(BwdParams p, Workspac
       constexpr int frags = (dQ_frags + dQ_steps - 1) / dQ_steps;
       const int col = dQ_col + step * 16 * frags * dQ_warps;
       float dQ_reg[2][2 * frags][4] = {};
-      multiply<2>(dQ_reg, Bc, dS, as_it_lies(K_smem, pitch, 0, col, dQ_warps));
+      multiply<d <= 128 ? 2 : 1>(dQ_reg, Bc, dS, as_it_lies(K_smem, pitch, 0, col, dQ_warps));
       add_fragments(dQ, dQ_reg, dQ_row, col, dQ_warps);
     }
   };

@@ -11,7 +11,7 @@
 // workspace: dQ_accum, L, D, dK_parts, dV_parts
 // hbm:     B * (4 * d * N_k * (H * 5 ** (H > H_kv) + H_kv) + H * (N_q * (4 * Tc * d + 10 * d + 4) +
 //          Tr * Br * (8 * Tc * (d + 1) + 4 * d + 8)))
-// predicted: 1.05x at d=64, 1.2x at d=128 (larger tiles), 1.1x more if causal: heavy tiles first
+// predicted: 1.05x at d=64, 1.2x at d>64 (larger tiles), 1.1x more if causal: heavy tiles first
 //
 // What is left: nothing that has an idea of its own, but each a few per cent.
 //
@@ -19,7 +19,7 @@
 //   - Causal: the blocks that most rows see come first, those of 16 heads at a time (common/order.cuh): short
 //     ones fill the gaps at the end, and L2 holds what these heads read of Q and dO and add to dQ.
 //   - dK and dV leave by way of shared memory, where K and V were, 16 bytes at a time.
-//   - At d = 128 tiles of Q have 64 rows: all 255 registers of a thread are in use.
+//   - At d > 64 tiles of Q have 64 rows: all 255 registers of a thread are in use.
 //   - More of the loop that makes dQ is unrolled on sm_90, where there are registers for it.
 //
 // It is as fast as FlashAttention-2's own program, or faster (README.md has the figures).

@@ -37,7 +37,7 @@ __global__ void __launch_bounds__(256) prepare_kernel(BwdParams p, Workspace to,
     sum += __shfl_xor_sync(0xffffffff, sum, distance);
   for (int copy = 0; copy < dQ_copies && col < HEAD_DIM; copy++) {       // line 3
     float4* dQ = reinterpret_cast<float4*>(to.dQ_accum + (copy * all_rows + padded_row) * HEAD_DIM + col);
-    dQ[0] = dQ[1] = make_float4(0.f, 0.f, 0.f, 0.f);
+    for (int e = 0; e < 2; e++) dQ[e] = make_float4(0.f, 0.f, 0.f, 0.f);
   }
   if (col > 0) return;
   const bool inside = row < p.N_q;
