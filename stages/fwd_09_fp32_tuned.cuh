@@ -58,17 +58,17 @@ constexpr int staged = Bc * width / 4 / threads;     // float4s of a tile of K p
 __device__ __forceinline__ void stage_tile(float4 (&x)[staged], const float* K, int64_t stride_n, int left) {
   #pragma unroll
   for (int n = 0; n < staged; n++) {
-    const int2 at = nth_float4<2, threads>(n, Bc);
-    const bool inside = at.x < left && (width == d || 4 * at.y < d);
-    x[n] = inside ? load4(K + at.x * stride_n + 4 * at.y) : make_float4(0.f, 0.f, 0.f, 0.f);
+    const int2 pos = nth_float4<2, threads>(n, Bc);
+    const bool inside = pos.x < left && (width == d || 4 * pos.y < d);
+    x[n] = inside ? load4(K + pos.x * stride_n + 4 * pos.y) : make_float4(0.f, 0.f, 0.f, 0.f);
   }
 }
 
 __device__ __forceinline__ void store_tile(float* K_smem, const float4 (&x)[staged]) {
   #pragma unroll
   for (int n = 0; n < staged; n++) {
-    const int2 at = nth_float4<2, threads>(n, Bc);
-    if (width == d || 4 * at.y < d) store_transposed(K_smem, Bc, at.x, at.y, x[n]);
+    const int2 pos = nth_float4<2, threads>(n, Bc);
+    if (width == d || 4 * pos.y < d) store_transposed(K_smem, Bc, pos.x, pos.y, x[n]);
   }
 }
 

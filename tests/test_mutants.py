@@ -79,7 +79,7 @@ MUTANTS = [
     ("vectorized", "fours of rows side by side", r"r / 4 \* 16 \+ r % 4", "r"),
     ("vectorized", "fours of keys 16 apart", r"key, (K_smem .*), 32\)", r"key, \1, 16)"),
     ("vectorized", "O past its row", r"if \(k >= d\) continue;", ""),
-    ("vectorized", "rows past the end", r"first \+ at\.x < N && ", ""),
+    ("vectorized", "rows past the end", r"first \+ pos\.x < N && ", ""),
     ("conflict_free", "maximum of the lane, not of the row", r"m_new = max_of_8\(m_new\);", ""),
     ("conflict_free", "the maximum over 8 neighbours", r"\{1, 4, 8\}\) x = fmaxf", "{1, 2, 4}) x = fmaxf"),
     ("conflict_free", "V in another order than P", r"col = 4 \* x \+ y % 4 \+ y / 4 \* 32",

@@ -37,11 +37,11 @@ template <int threads>
 __device__ __forceinline__ void load_swizzled4(float* tile, int pitch, const float* matrix, int64_t stride_n,
                                                int first, int tile_rows, int N, float scale = 1.f) {
   for (int n = 0; n * threads < tile_rows * HEAD_DIM / 4; n++) {
-    const int2 at = nth_float4<2, threads>(n, tile_rows);
-    if (HEAD_DIM % 32 != 0 && 4 * at.y >= HEAD_DIM) continue;
+    const int2 pos = nth_float4<2, threads>(n, tile_rows);
+    if (HEAD_DIM % 32 != 0 && 4 * pos.y >= HEAD_DIM) continue;
     float4 x = make_float4(0.f, 0.f, 0.f, 0.f);
-    if (first + at.x < N) x = load4(matrix + (first + at.x) * stride_n + 4 * at.y);
+    if (first + pos.x < N) x = load4(matrix + (first + pos.x) * stride_n + 4 * pos.y);
     x = make_float4(scale * x.x, scale * x.y, scale * x.z, scale * x.w);
-    store_transposed(tile, pitch, at.x, at.y, x);
+    store_transposed(tile, pitch, pos.x, pos.y, x);
   }
 }

@@ -22,9 +22,10 @@ __device__ __forceinline__ void load(float (&to)[n], const float* row, int first
   }
 }
 
-// A warp takes 32 / L rows x L float4s of a tile at a time; the warps stand below each other first, then side
-// by side. Where is this lane the n-th time? x: the row; y: which float4 of it. (What depends on n is kept
-// apart from what depends on the thread: so the compiler can put it into constants.)
+// The n-th float4 of this lane, where a warp takes 32 / L rows x L float4s of a tile at a time: `high` warps
+// stand below each other and `wide` ones side by side, and together they go down the tile first. x: the row;
+// y: which float4 of it. What depends on n is kept apart from what depends on the thread: so the compiler
+// can put it into constants.
 template <int L, int threads>
 __device__ __forceinline__ int2 nth_float4(int n, int tile_rows) {
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
@@ -40,11 +41,11 @@ __device__ __forceinline__ void load_tile4(float* tile, int pitch, const float* 
                                            int first, int tile_rows, int N) {
   #pragma unroll
   for (int n = 0; n < tile_rows * pitch / 4 / threads; n++) {
-    const int2 at = nth_float4<8, threads>(n, tile_rows);
-    const bool inside = first + at.x < N && (pitch == HEAD_DIM || 4 * at.y < HEAD_DIM);
+    const int2 pos = nth_float4<8, threads>(n, tile_rows);
+    const bool inside = first + pos.x < N && (pitch == HEAD_DIM || 4 * pos.y < HEAD_DIM);
     float4 x = make_float4(0.f, 0.f, 0.f, 0.f);
-    if (inside) x = load4(matrix + (first + at.x) * stride_n + 4 * at.y);
-    store4(tile + at.x * pitch + 4 * at.y, x.x, x.y, x.z, x.w);
+    if (inside) x = load4(matrix + (first + pos.x) * stride_n + 4 * pos.y);
+    store4(tile + pos.x * pitch + 4 * pos.y, x.x, x.y, x.z, x.w);
   }
 }
 
@@ -54,13 +55,13 @@ __device__ __forceinline__ void load_transposed4(float* tile, int pitch, const f
                                                  int64_t stride_n, int first, int tile_rows, int N) {
   #pragma unroll 4
   for (int n = 0; n < tile_rows * ((HEAD_DIM + 31) / 32) * 8 / threads; n++) {
-    const int2 at = nth_float4<8, threads>(n, tile_rows);
-    if (HEAD_DIM % 32 != 0 && 4 * at.y >= HEAD_DIM) continue;
+    const int2 pos = nth_float4<8, threads>(n, tile_rows);
+    if (HEAD_DIM % 32 != 0 && 4 * pos.y >= HEAD_DIM) continue;
     float4 x = make_float4(0.f, 0.f, 0.f, 0.f);
-    if (first + at.x < N) x = load4(matrix + (first + at.x) * stride_n + 4 * at.y);
-    tile[4 * at.y * pitch + at.x] = x.x;
-    tile[(4 * at.y + 1) * pitch + at.x] = x.y;
-    tile[(4 * at.y + 2) * pitch + at.x] = x.z;
-    tile[(4 * at.y + 3) * pitch + at.x] = x.w;
+    if (first + pos.x < N) x = load4(matrix + (first + pos.x) * stride_n + 4 * pos.y);
+    tile[4 * pos.y * pitch + pos.x] = x.x;
+    tile[(4 * pos.y + 1) * pitch + pos.x] = x.y;
+    tile[(4 * pos.y + 2) * pitch + pos.x] = x.z;
+    tile[(4 * pos.y + 3) * pitch + pos.x] = x.w;
   }
 }

@@ -81,7 +81,8 @@ def lanes() -> Figure:
     """Two ways to lay the 32 lanes of a warp out as 4 x 8."""
     figure, panels = canvas(11, 3.4, columns=2)
     ways = {"lane / 8 and lane % 8": lambda lane: (lane // 8, lane % 8),
-            "lane4() and lane8()": lambda lane: (lane >> 1 & 1 | lane >> 3 & 2, lane & 1 | lane >> 1 & 6)}
+            "lane_row4() and lane_col8()":
+                lambda lane: (lane >> 1 & 1 | lane >> 3 & 2, lane & 1 | lane >> 1 & 6)}
     for axes, (title, place) in zip(panels, ways.items(), strict=True):
         blank(axes, 10.2, 5.6, title)
         for lane in range(32):
@@ -130,10 +131,10 @@ def occupancy(kernels: list[dict]) -> Figure:
     left.plot(registers, fits, color="#444444", lw=1.2)
     left.text(52, 66, "65,536 registers allow this", fontsize=9)
     for kernel in kernels:
-        colour = {"flash2": COLOURS["Q"], "vectorized": COLOURS["O"]}.get(kernel["name"], COLOURS["grey"])
+        colour = {"flash2": COLOURS["Q"], "fp32_tuned": COLOURS["O"]}.get(kernel["name"], COLOURS["grey"])
         for axes, x, y in ((left, "registers", "warps"), (right, "warps", "fma")):
             axes.plot(kernel[x], kernel[y], "o", color=colour, markersize=7)
-            if kernel["name"] in ("flash2", "vectorized", "naive, scores"):
+            if kernel["name"] in ("flash2", "fp32_tuned", "naive, scores"):
                 corner = kernel[x] > 90 > kernel[y] and axes is right
                 axes.annotate(kernel["name"], (kernel[x], kernel[y]), xytext=(6, 6), fontsize=9,
                               textcoords="offset points", ha="right" if corner else "left")
@@ -147,7 +148,7 @@ def occupancy(kernels: list[dict]) -> Figure:
 
 def throughput(benches: dict[str, dict], names: dict[str, list[str]]) -> Figure:
     """TFLOP/s over N, a panel for each bench; the ceiling is dotted."""
-    colours = {"flash2": COLOURS["Q"], "recompute": COLOURS["Q"], "vectorized": COLOURS["O"]}
+    colours = {"flash2": COLOURS["Q"], "recompute": COLOURS["Q"], "fp32_tuned": COLOURS["O"]}
     figure, panels = canvas(9, 3.0, columns=len(benches), sharey=True)
     for axes, (title, bench) in zip(panels, benches.items(), strict=True):
         lengths = sorted({r["N"] for r in bench["results"]})
