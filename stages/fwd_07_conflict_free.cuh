@@ -98,6 +98,7 @@ __global__ void __launch_bounds__(threads) forward_kernel(FwdParams p) {
     __syncthreads();                      // nobody reads before everybody has written
 
     float S_reg[rows][cols] = {};                                        // line 8: S_ij = Q_i K_j^T
+    // --- S_ij, from Q_smem and K_smem
     #pragma unroll 8
     for (int k = 0; k < d; k++) {
       float query[rows], key[cols];
@@ -105,6 +106,7 @@ __global__ void __launch_bounds__(threads) forward_kernel(FwdParams p) {
       load(key, K_smem + k * Bc, first_col, 32, swizzle_of(k));
       add_outer_product(S_reg, query, key);
     }
+    // ---
 
     #pragma unroll
     for (int r = 0; r < rows; r++) {                                     // line 9

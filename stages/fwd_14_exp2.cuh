@@ -7,26 +7,24 @@
 // limits:  Br % 16 == 0; Br <= 256; Bc % 16 == 0; Bc <= 128
 // shared:  2 * (Br + 4 * Bc) * ((d + 63) // 64 * 64)
 // hbm:     4 * B * H * (Tr * N_k * d + N_q * (d + 1))
-// predicted: 1.25x at d=64, 1.15x at d=128: three instructions fewer for each score, none for the mask
+// predicted: 1.2x at d=64, 1.1x at d=128, 1.05x at d=256: three instructions less for each score
 //
-// At d = 64 a score costs as much outside the tensor cores as in them, so each instruction of the softmax
-// counts. Two of them go:
+// Two ways to fewer instructions for each element of S. Both are of FlashAttention-2's section 3.1: what is
+// not a matrix product runs at a sixteenth of its rate.
 //
-//   - e^(scale (x - m)) = 2^(c x - c m), with c = scale log2(e): one multiply-add and one ex2 for each score.
-//     expf would multiply by log2(e) itself, after a multiplication by the scale and a subtraction. m is kept
-//     with its factor c, as rounded: then 2^(m - m_new) is exactly 1 if m stays. L is turned back at the end:
-//     L = ln(2) (m + log2(l)).
-//   - The mask is a matter of those tiles that it cuts, or that reach past the last key. Tiles are walked in
-//     order, so these are the last ones: the loop over j runs twice, over the whole tiles and over the cut
-//     ones, and the compiler leaves comparisons, and the case of a row without a key, out of the first.
+//   - e^(scale (x - m)) = 2^(c x - c m), with c = scale log2(e): one multiply-add and one ex2. Before, there
+//     were a multiplication by scale, a subtraction, and expf, which multiplies by log2(e) and takes care of
+//     results below the normal range. m is kept with its factor c, as rounded: then 2^(m - m_new) is 1 if m
+//     stays. L = ln(2) (m + log2(l)). For a negative scale the largest c x is not that of the largest x: then
+//     S changes its sign, and c is positive again. (NEGATIVE_SCALE is a constant: else that line is gone.)
+//   - Only the last tiles of a row are cut, by the diagonal or by the last key. They have a loop of their
+//     own. The loop before it has no comparisons, and need not ask whether a row has seen a key.
 //
-// The maximum is now taken of x, and c multiplied to it afterwards: right only if c is not negative. A
-// negative scale therefore changes the sign of S and its own (NEGATIVE_SCALE, a constant of the JIT). A row's
-// step and the masking of a tile are functions of common/softmax.cuh, which the next stages call.
+// Changed from cp_async: the loop over j is two; what happens to S between the products is in
+// common/softmax.cuh, for this stage and the later ones.
 //
-// HBM traffic without caches (hbm, above): as in cp_async.
-//
-// Changed from cp_async: lines 9, 13 and 15 of Algorithm 1, and the loop over j.
+// Bound by the latency of its own instructions, one after the other: a warp multiplies, or makes
+// exponentials.
 #pragma once
 #include "common/copy_tile.cuh"
 #include "common/launch.cuh"
@@ -70,11 +68,8 @@ __global__ void __launch_bounds__(threads, 1) forward_kernel(FwdParams p) {
   const int K_row = lane / 16 * 8 + lane % 8, K_col = lane / 8 % 2 * 8;
   const int V_row = Q_row, V_col = Q_col;
 
-  float O_reg[width / 8][4] = {}, m[2], l[2];                            // line 5
-  for (int r = 0; r < 2; r++) {             // this lane's two rows
-    m[r] = -INFINITY;
-    l[r] = 0.f;                             // over its columns only, until the end
-  }
+  // m and l of this lane's two rows; l: the sum over its columns only, until the end
+  float O_reg[width / 8][4] = {}, m[2] = {-INFINITY, -INFINITY}, l[2] = {};                // line 5
 
   const int cut_j = mask.cut_j(i), end_j = mask.end_j(i);
   int j = 0;

@@ -7,23 +7,23 @@
 // limits:  Br % 16 == 0; Br <= 256; Bc % 16 == 0; Bc <= 128
 // shared:  2 * (Br + 4 * Bc) * ((d + 63) // 64 * 64) + 16 * Br
 // hbm:     4 * B * H * (Tr * N_k * d + N_q * (d + 1))
-// predicted: 1.02x at d=64 and d=128: fewer instructions for addresses; it makes room for wide_warps
+// predicted: 1.05x at d=64 and 128, 1.1x at d=256: fewer address instructions, Q read once
 //
-// A thread has 255 registers at most. O, S and Q of 16 rows take 64 + 64 + 32 of them at d = 128; the next
-// stage doubles the rows, so whatever else waits in a register through the loop has to go:
+// A thread has at most 255 registers, and a multiprocessor 65,536. Three savings make room: for Q here, and
+// for twice the rows in the next stage.
 //
-//   - ldmatrix's addresses. Each of Q, K and V keeps one, of the fragment at (0, 0). The others follow from
-//     it by constants, as the swizzle is an exclusive or (common/address.cuh): nothing is left to be
-//     computed.
-//   - Q's fragments are the same for all j. They stay in registers if O, S and Q together leave room
-//     (Q_in_registers), else ldmatrix brings them anew for each tile.
-//   - l is needed once a tile: it waits in shared memory, a float for each thread and row.
-//   - __launch_bounds__ says how many blocks are to fit on a multiprocessor, and by that how many registers a
-//     thread may have.
+//   - The addresses that ldmatrix takes. The address of a fragment is (what depends on the lane) ^ (what
+//     depends on k), as swizzle's header says. So the first part is worked out once, and each ldmatrix
+//     changes a few bits of it, by constants (common/address.cuh). Before, the compiler kept an address for
+//     each k.
+//   - l waits in shared memory, as it is needed only once a tile.
+//   - So Q's fragments can be held in registers, where O, S and Q fit together. Else they are read for each
+//     tile, as before.
 //
-// HBM traffic without caches (hbm, above): as in cp_async.
+// Changed from exp2: these three. And the compiler is told how many blocks a multiprocessor is to have: at
+// d <= 64 four, so that a thread may have 128 registers.
 //
-// Changed from exp2: the addresses, where Q and l are, the bound. Not what is computed.
+// Bound as before. Shared memory delivers a fragment of K or V for each pair of mma.sync.
 #pragma once
 #include "common/address.cuh"
 #include "common/copy_tile.cuh"
@@ -82,11 +82,9 @@ __global__ void __launch_bounds__(threads, blocks_per_sm) forward_kernel(FwdPara
   for (int k = 0; k < width / 16; k++)
     if (Q_in_registers) load_Q(k);
 
-  float O_reg[width / 8][4] = {}, m[2];                                  // line 5
-  for (int r = 0; r < 2; r++) {             // this lane's two rows
-    m[r] = -INFINITY;
-    l_smem[r * threads] = 0.f;              // over its columns only, until the end
-  }
+  // m and l of this lane's two rows; l: the sum over its columns only, until the end
+  float O_reg[width / 8][4] = {}, m[2] = {-INFINITY, -INFINITY};           // line 5
+  for (int r = 0; r < 2; r++) l_smem[r * threads] = 0.f;
 
   const int cut_j = mask.cut_j(i), end_j = mask.end_j(i);
   int j = 0;

@@ -7,23 +7,23 @@
 // limits:  Br % 16 == 0; Br <= 256; Bc % 16 == 0; Bc <= 128
 // shared:  2 * (Br + 4 * Bc) * ((d + 63) // 64 * 64) + 16 * Br
 // hbm:     4 * B * H * (Tr * N_k * d + N_q * (d + 1))
-// predicted: 1.35x at d=64, 1.25x at d=128: half the ldmatrix of K and V; 1.00x at d=256, as it was
+// predicted: 1.15x at d=64, 1.3x at d=128, 1x at d=256: half the loads from shared memory
 //
-// With 16 rows a warp, a fragment of K or V is brought by one ldmatrix and multiplied once: 16 x 16 numbers
-// of K for 16 x 16 of S. With 32 rows, two strips of 16, each fragment serves two products, and shared
-// memory, which was the bottleneck, has half as much to deliver for the same work. For d > 128 there are no
-// registers for it.
+// A warp has 32 rows of the tile of Q, two strips of 16, where it had one. Each fragment of K and V that
+// ldmatrix brings serves both: half of the loads for the same products. And two products in a row that do not
+// depend on each other keep the tensor cores busier.
 //
-// O and S are now acc[strips][n][4], and a lane has 2 * strips rows, 8 apart. common/strips.cuh has the
-// visitors for it; softmax_step and mask_tile are called strip by strip.
+// It takes registers: for d = 128 and Bc = 64, O and S alone are 192 of the 255. So it needs the stage
+// before, and is for d <= 128 only. For d > 128 all is as it was. A block has 128 rows with 4 warps: half the
+// traffic of K and V, too, and one block on a multiprocessor.
 //
-// Br = 128 for d <= 128: four warps as before, twice the rows. As K and V come from HBM once for each tile of
-// Q, that also halves their traffic.
+// Changed from saved_registers: O, S, P and Q have a dimension more, `strips`. (common/strips.cuh visits
+// them.) The row of an accumulator that a lane has as its r-th is acc[r / 2], and there r % 2.
 //
-// HBM traffic without caches (hbm, above): half as much of K and V as in saved_registers, where Br is 128.
+// HBM traffic without caches (hbm, above): half as much of K and V as with Br = 64.
 //
-// Changed from saved_registers: a dimension more for Q_frag, O_reg, S_reg and P_frag, a loop over it at each
-// product, and the tile sizes.
+// Bound by the latency of its own instructions, one after the other. For d = 128 with a mask, on sm_90, 16
+// bytes of a thread's registers are spilled. The next stage has none.
 #pragma once
 #include "common/address.cuh"
 #include "common/copy_tile.cuh"
@@ -88,10 +88,11 @@ __global__ void __launch_bounds__(threads, blocks_per_sm) forward_kernel(FwdPara
   for (int k = 0; k < width / 16; k++)
     if (Q_in_registers) load_Q(k);
 
+  // m and l of this lane's rows, which are 8 apart; l: the sum over its columns only, until the end
   float O_reg[strips][width / 8][4] = {}, m[2 * strips];                 // line 5
-  for (int r = 0; r < 2 * strips; r++) {    // this lane's rows, 8 apart
+  for (int r = 0; r < 2 * strips; r++) {
     m[r] = -INFINITY;
-    l_smem[r * threads] = 0.f;              // over its columns only, until the end
+    l_smem[r * threads] = 0.f;
   }
 
   const int cut_j = mask.cut_j(i), end_j = mask.end_j(i);
@@ -153,6 +154,9 @@ __global__ void __launch_bounds__(threads, blocks_per_sm) forward_kernel(FwdPara
     }
   }                                                                      // line 11
 
+  // With 32 rows a warp, no register is left to keep bh through the loops. So it is worked out again, from
+  // another expression for Tr, as the compiler would recognise the same one and keep it.
+  const int Tr_again = gridDim.x / (p.B * p.H), bh_again = strips == 1 ? bh : blockIdx.x / Tr_again;
   #pragma unroll
   for (int r = 0; r < 2 * strips; r++) {
     const int row = warp_row + lane / 4 + 8 * r;
@@ -160,9 +164,9 @@ __global__ void __launch_bounds__(threads, blocks_per_sm) forward_kernel(FwdPara
     const float inv_l = l == 0.f ? 0.f : 1.f / l;
     for_row(O_reg[r / 2], r % 2, [&](float& x) { x *= inv_l; });         // line 12
     if (lane % 4 == 0 && row < p.N_q)                                    // lines 13, 15
-      p.L[(int64_t)bh * p.N_q + row] = l == 0.f ? -INFINITY : LN_2 * (m[r] + log2f(l));
+      p.L[(int64_t)bh_again * p.N_q + row] = l == 0.f ? -INFINITY : LN_2 * (m[r] + log2f(l));
   }
-  ELEMENT* O = p.O.head(bh / p.H, bh % p.H);
+  ELEMENT* O = p.O.head(bh_again / p.H, bh_again % p.H);
   for_each_pair(O_reg, [&](uint32_t both, int row, int col) {            // line 14
     if (warp_row + row < p.N_q && col < d)
       *reinterpret_cast<uint32_t*>(O + (warp_row + row) * p.O.stride_n + col) = both;

@@ -14,15 +14,17 @@
 // What is left: constants, order and scheduling. Each is a few lines.
 //
 //   - The order of the blocks (common/order.cuh). Causal: the last tiles of Q of all heads come first, as
-//     they see most keys. Else 16 heads at a time, whose K and V the L2 cache can hold while all tiles of Q
-//     pass by.
-//   - Tile sizes by the size of the call. Small ones get Br = 64: more blocks, with 16 rows a warp each,
-//     where multiprocessors would have stood idle.
-//   - For d > 128 shared memory has room for one tile each of K and V, if two blocks are to fit on a
-//     multiprocessor: the products of one run while the other makes exponentials. V_j comes during S, K_j+1
-//     after it, and a tile takes a second barrier. (At d = 256, two blocks with Bc = 80 fill the 228 KB of an
-//     H100 or H200 to the last byte. Others have room for one.)
-//   - O leaves through the warp's own rows of Q_smem, so that rows go to HBM in 16-byte stores.
+//     they see most keys. Else 16 heads at a time: L2 holds their K and V while all tiles of Q pass by.
+//   - Tile sizes by the size of the call. Small ones get Br = 64: more blocks, with 16 rows a warp, where
+//     multiprocessors would be idle.
+//   - For d > 128, one buffer each for K and V, so that two blocks fit on a multiprocessor: the products of
+//     one run while the other makes exponentials. V_j comes during S, K_j+1 after it, and a tile takes a
+//     second barrier. (At d = 256, two blocks with Bc = 80 fill the 228 KB of an H100 or H200 to the last
+//     byte. Others have room for one.)
+//   - O leaves through the warp's own rows of Q_smem, so that rows go to HBM in 16-byte stores. The division
+//     by l is the fast one.
+//
+// Changed from wide_warps: these.
 //
 // HBM traffic without caches (hbm, above): as in flash2, with 2 bytes an element; L stays a float.
 #pragma once
@@ -39,12 +41,12 @@
 
 constexpr int d = HEAD_DIM;
 constexpr int Br = BLOCK_R, Bc = BLOCK_C;
-constexpr int pitch = (d + 63) / 64 * 64;          // from a row of a tile in shared memory to the next
 constexpr int warp_rows = Br % 128 == 0 && d <= 128 ? 32 : 16;
 constexpr int strips = warp_rows / 16;
 constexpr int warps = Br / warp_rows, threads = 32 * warps;
-constexpr int blocks_per_sm = Br > 64 ? 1 : d <= 64 ? 4 : 2;    // at least
-constexpr int buffers = d <= 128 ? 2 : 1;          // tiles each of K and V in shared memory
+constexpr int pitch = (d + 63) / 64 * 64; // from a row of a tile in shared memory to the next
+constexpr int buffers = d <= 128 ? 2 : 1; // tiles each of K and V in shared memory
+constexpr int blocks_per_sm = Br > 64 ? 1 : d <= 64 ? 4 : 2;  // at least: so many registers may a thread have
 // Registers for a lane's part of O, S and Q: is there room for all three? Else Q is read anew for each tile.
 constexpr bool Q_in_registers = strips * (width / 2 + Bc / 2 + width / 4) <= 192;
 
@@ -58,18 +60,16 @@ __global__ void __launch_bounds__(threads, blocks_per_sm) forward_kernel(FwdPara
   const int i = Tr - 1 - work.tile, bh = work.bh;
   const int b = bh / p.H, h = bh % p.H, h_kv = h / (p.H / p.H_kv);
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  const int warp_row = i * Br + warp * warp_rows;
+  const int warp_row = i * Br + warp * warp_rows;    // the first of this warp's rows
   const Mask mask(p);
   const ELEMENT* K = p.K.head(b, h_kv);
   const ELEMENT* V = p.V.head(b, h_kv);
 
   extern __shared__ __align__(128) ELEMENT smem[];
-  ELEMENT* Q_smem = smem;                       // Br x d, rows `pitch` apart
-  ELEMENT* K_smem = Q_smem + Br * pitch;        // Bc x d, the same, `buffers` times; K_j: j % buffers
-  ELEMENT* V_smem = K_smem + buffers * Bc * pitch;     // the same
-  float* l_smem = reinterpret_cast<float*>(V_smem + buffers * Bc * pitch) + threadIdx.x;  // next: + threads
-  const int cut_j = mask.cut_j(i), end_j = mask.end_j(i);
-
+  ELEMENT* Q_smem = smem;                   // Br x d, rows `pitch` apart
+  ELEMENT* K_smem = Q_smem + Br * pitch;    // Bc x d, the same, `buffers` times: K_j is in buffer j % buffers
+  ELEMENT* V_smem = K_smem + buffers * Bc * pitch;    // the same
+  float* l_smem = reinterpret_cast<float*>(V_smem + buffers * Bc * pitch) + threadIdx.x;   // next: + threads
   copy_tile<threads>(Q_smem, tile_index, p.Q.head(b, h), p.Q.stride_n, i * Br, Br, p.N_q); // line 4
   copy_tile<threads>(K_smem, tile_index, K, p.K.stride_n, 0, Bc, p.N_k);                   // line 7
   if (buffers == 2) copy_tile<threads>(V_smem, tile_index, V, p.V.stride_n, 0, Bc, p.N_k);
@@ -77,6 +77,8 @@ __global__ void __launch_bounds__(threads, blocks_per_sm) forward_kernel(FwdPara
   cp_async_wait<0>();
   __syncthreads();
 
+  // The rows that this lane points ldmatrix to: lanes 0 to 7 to those of the first 8 x 8 matrix, and so on.
+  // Q and V: upper left, lower left, upper right, lower right. K: in K^T that is how it is.
   const int Q_row = lane % 16, Q_col = lane / 16 * 8;
   const int K_row = lane / 16 * 8 + lane % 8, K_col = lane / 8 % 2 * 8;
   const int V_row = Q_row, V_col = Q_col;
@@ -92,23 +94,23 @@ __global__ void __launch_bounds__(threads, blocks_per_sm) forward_kernel(FwdPara
   for (int k = 0; k < width / 16; k++)
     if (Q_in_registers) load_Q(k);
 
+  // m and l of this lane's rows, which are 8 apart; l: the sum over its columns only, until the end
   float O_reg[strips][width / 8][4] = {}, m[2 * strips];                 // line 5
   for (int r = 0; r < 2 * strips; r++) {
     m[r] = -INFINITY;
     l_smem[r * threads] = 0.f;
   }
 
+  const int cut_j = mask.cut_j(i), end_j = mask.end_j(i);
   int j = 0;
-  #pragma unroll                                // two loops over j: whole tiles, then those that are cut
+  #pragma unroll                            // two loops over j: whole tiles, then those that the mask cuts
   for (int cut = 0; cut < 2; cut++) {
     for (; j < (cut ? end_j : cut_j); j++) {                             // line 6
-      // --- the head of a tile
       cp_async_wait<0>();
-      __syncthreads();                          // K_j and V_j are there; and all are done with V_j-1
+      __syncthreads();                      // K_j and V_j are there; and all are done with K_j-1 and V_j-1
       const int buffer = j % buffers * Bc * pitch, next_buffer = (j + 1) % buffers * Bc * pitch;
-      // ---
       const uint32_t K_j = K_address + 2 * buffer, V_j = V_address + 2 * buffer;
-      if (buffers == 1) {                       // V_j is not
+      if (buffers == 1) {                   // V_j is not
         copy_tile<threads>(V_smem, tile_index, V, p.V.stride_n, j * Bc, Bc, p.N_k);
         cp_async_commit();
       }
@@ -129,27 +131,24 @@ __global__ void __launch_bounds__(threads, blocks_per_sm) forward_kernel(FwdPara
 
       if (buffers == 1) {
         cp_async_wait<0>();
-        __syncthreads();                        // now it is; and all are done with K_j
+        __syncthreads();                    // now it is; and all are done with K_j
       }
-      // --- the next tile is on its way
-      if (j + 1 < end_j) {                      // into the room of K_j-1 and V_j-1, or of K_j
+      if (j + 1 < end_j) {                  // to where K_j-1 and V_j-1 were, or K_j
         copy_tile<threads>(K_smem + next_buffer, tile_index, K, p.K.stride_n, (j + 1) * Bc, Bc, p.N_k);
         if (buffers == 2)
           copy_tile<threads>(V_smem + next_buffer, tile_index, V, p.V.stride_n, (j + 1) * Bc, Bc, p.N_k);
         cp_async_commit();
       }
-      // ---
 
       if (NEGATIVE_SCALE) for_each(S_reg, [](float& x, int, int) { x = -x; });
       if (cut) {
         #pragma unroll
         for (int s = 0; s < strips; s++) mask_tile(S_reg[s], mask, warp_row + 16 * s, j * Bc);
       }
-      const float scale = scale_log2(p.scale);  // in here, as it costs less than a register
       #pragma unroll
       for (int r = 0; r < 2 * strips; r++) {
         float& l = l_smem[r * threads];
-        const float alpha = softmax_step(S_reg[r / 2], r % 2, m[r], l, scale, cut);     // line 9
+        const float alpha = softmax_step(S_reg[r / 2], r % 2, m[r], l, scale_log2(p.scale), cut);  // line 9
         for_row(O_reg[r / 2], r % 2, [&](float& x) { x *= alpha; });     // line 10: e^(m - m_new) O
       }
 
@@ -174,7 +173,6 @@ __global__ void __launch_bounds__(threads, blocks_per_sm) forward_kernel(FwdPara
   // another expression for the number of heads, as the compiler would recognise the same one and keep it.
   const int heads_again = gridDim.x / Tr;
   const int bh_again = strips == 1 ? bh : dispatch_order(Tr, heads_again, CAUSAL ? heads_again : 16).bh;
-  ELEMENT* O = p.O.head(bh_again / p.H, bh_again % p.H);
   #pragma unroll
   for (int r = 0; r < 2 * strips; r++) {
     const int row = warp_row + lane / 4 + 8 * r;
@@ -184,6 +182,7 @@ __global__ void __launch_bounds__(threads, blocks_per_sm) forward_kernel(FwdPara
     if (lane % 4 == 0 && row < p.N_q)                                    // lines 13, 15
       p.L[(int64_t)bh_again * p.N_q + row] = l == 0.f ? -INFINITY : LN_2 * (m[r] + log2f(l));
   }
+  ELEMENT* O = p.O.head(bh_again / p.H, bh_again % p.H);
   ELEMENT* O_smem = Q_smem + warp * warp_rows * pitch;     // this warp's rows, which no other one reads
   __syncwarp();
   for_each_pair(O_reg, [&](uint32_t both, int row, int col) {

@@ -531,10 +531,12 @@ def test_backward_requests_as_measured(stage):
 
 
 CONFLICTS = {        # that their headers admit
-    "fwd_10_mma": {"Q_smem": 8, "K_smem": 8, "V_smem": 8},
-    "bwd_04_register_tiles": dict.fromkeys(("KT_smem", "VT_smem"), 32) | dict.fromkeys(
+    "fwd register_tiles": {"Q_smem": 32, "K_smem": 32, "P_smem": 8},
+    "fwd vectorized": {"Q_smem": 8, "K_smem": 8, "P_smem": 8},
+    "fwd mma": {"Q_smem": 8, "K_smem": 8, "V_smem": 8},
+    "bwd register_tiles": dict.fromkeys(("KT_smem", "VT_smem"), 32) | dict.fromkeys(
         ("Q_smem", "dO_smem", "P_smem", "dS_smem"), 4),
-    "bwd_05_vectorized": dict.fromkeys(("KT_smem", "VT_smem"), 8) | dict.fromkeys(
+    "bwd vectorized": dict.fromkeys(("KT_smem", "VT_smem"), 8) | dict.fromkeys(
         ("Q_smem", "dO_smem", "dS_smem"), 2),
 }
 STORED_WITH_CONFLICTS = ("register_tiles", "vectorized")
@@ -554,7 +556,7 @@ def test_no_bank_conflicts(stage):
         shared = [access for access in report.accesses if access.memory == "shared"]
         assert bool(shared) == (stage.name != "naive") and report.findings == []
         conflicts = {access.array: access.ways for access in shared if access.units > access.ideal}
-        assert conflicts == CONFLICTS.get(stage.path.stem, {})
+        assert conflicts == CONFLICTS.get(f"{stage.direction} {stage.name}", {})
         assert stage.name in STORED_WITH_CONFLICTS or all(
             access.kind == "read" for access in shared if access.units > access.ideal)
 
@@ -733,15 +735,16 @@ OUT_OF_BOUNDS = [
     ("online_softmax", r"return 2 \* sizeof", "return sizeof", {"m, l"}),
     ("flash2", r"if \(row >= p.N_q\) continue;", "", {"O", "L"}),
     ("flash2", r"i \* Br, Br, p.N_q", "i * Br, Br, 1 << 20", {"Q"}),
-    ("vectorized", r"if \(row >= p.N_q\) continue;", "", {"O", "L"}),
-    ("vectorized", r"at.x < left && ", "", {"K", "V"}),
-    ("vectorized", r"if \(i \* Br \+ at.x < p.N_q\) ", "", {"Q"}),
-    *((stage, r"first \+ row < N && ", "", {"Q", "K", "V"}) for stage in ("wmma", "mma", "swizzle")),
-    *((stage, r"if \(row >= p.N_q\) continue;", "", {"O", "L"}) for stage in ("mma", "swizzle")),
+    ("register_tiles", r"i \* Br, Br, p.N_q", "i * Br, Br, 1 << 20", {"Q"}),
+    ("vectorized", r"j \* Bc, Bc, p.N_k", "j * Bc, Bc, 1 << 20", {"K", "V"}),
+    ("conflict_free", r"if \(row >= p.N_q\) continue;", "", {"O", "L"}),
+    ("prefetch", r"at.x < left && ", "", {"K"}),
+    ("fp32_tuned", r"0, Bc, p.N_k - j \* Bc", "0, Bc, Bc", {"V"}),
+    *((stage, r"warp_row \+ row < p\.N_q && ", "", {"O"}) for stage in ("mma", "swizzle", "wide_warps")),
+    *((stage, r" && row < p\.N_q", "", {"L"}) for stage in ("mma", "cp_async", "ampere_tuned")),
     ("wmma", r"if \(row >= p.N_q\) return;", "", {"O", "L"}),
-    ("cp_async", r"first \+ first_row \+ row < N && ", "", {"Q", "K", "V"}),
-    ("cp_async", r"if \(row_of_O < p\.N_q\)", "", {"O"}),
-    ("cp_async", r" && row < p\.N_q", "", {"L"}),
+    ("cp_async", r"i \* Br, Br, p.N_q", "i * Br, Br, 1 << 20", {"Q"}),
+    ("ampere_tuned", r"if \(warp_row \+ row < p\.N_q\)", "", {"O"}),
 ]
 
 

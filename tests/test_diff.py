@@ -48,7 +48,7 @@ def test_shows_as_text_in_a_terminal_and_as_html_in_a_notebook(capsys):
     assert "\x1b" not in out and "+constexpr int pitch = (d + 63) / 64 * 64;" in out
     counts = f"{difference.removed} lines removed, {difference.added} added; of code {difference.code}"
     assert counts in out.splitlines()[0] and 0 < difference.code < 30
-    html = difference._repr_html_()
+    html = flash.diff("swizzle", "cp_async")._repr_html_()
     assert "background:#dafbe1" in html and "background:#ffebe9" in html
     assert "<<<" not in html and "&lt;&lt;&lt;" in html  # a kernel's launch
 

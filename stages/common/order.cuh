@@ -11,10 +11,8 @@ struct Work { int tile, bh; };    // of this block: a tile, and the head that it
 // - and L2 holds K and V of few heads at a time, while all of their tiles of Q pass by.
 // The grid has one dimension, tiles * heads blocks: the other two end at 65535.
 __device__ __forceinline__ Work dispatch_order(int tiles, int heads, int heads_together) {
-  const int block_x = blockIdx.x;
-  const int first =                                 // of these heads; 0 if all are together
-      heads_together >= heads ? 0 : block_x / (tiles * heads_together) * heads_together;
+  const int first = blockIdx.x / (tiles * heads_together) * heads_together;     // of these heads
   const int together = min(heads_together, heads - first);                      // the last ones may be fewer
-  const int block = block_x - first * tiles;
+  const int block = blockIdx.x - first * tiles;
   return {block / together, first + block % together};
 }

@@ -269,17 +269,17 @@ def tile_mistakes(p: Problem) -> Iterator[tuple[str, Tensors]]:
     Bc = p.Bc
     q, k, v = p.q, p.k, p.v
 
-    def swapped(row, col):
+    def swizzled(row, col):
         return row ^ col // 4 % 2 * 16, col
 
-    # Stage vectorized: Q_smem and K_smem are transposed, with columns that change places
+    # Stage conflict_free: Q_smem and K_smem are transposed, with columns that change places
     for what, change in (
-            ("Q_smem is read without the swap: at k, row x of Q is in column x ^ swizzle_of(k)",
-             {"q": moved(q, swapped)}),
-            ("K_smem is read without the swap: at k, key x is in column x ^ swizzle_of(k)",
-             {"k": moved(k, swapped)}),
-            ("Q_smem and K_smem are read without the swap: at k, column x is in column x ^ swizzle_of(k)",
-             {"q": moved(q, swapped), "k": moved(k, swapped)}),
+            ("Q_smem is read without the swizzle: at k, row x of Q is in column x ^ swizzle_of(k)",
+             {"q": moved(q, swizzled)}),
+            ("K_smem is read without the swizzle: at k, key x is in column x ^ swizzle_of(k)",
+             {"k": moved(k, swizzled)}),
+            ("Q_smem and K_smem are read without the swizzle: at k, column x is in column x ^ swizzle_of(k)",
+             {"q": moved(q, swizzled), "k": moved(k, swizzled)}),
             ("a thread's keys come in fours that are 16 apart: they are 32 apart (col_of), as 8 lanes take 4",
              {"k": moved(k, lambda row, col: (row - row % 64 // 32 * 16, col))}),
             ("S is made of the first 8 columns of Q and K, again and again: all d of them count",
@@ -333,7 +333,7 @@ def tile_mistakes(p: Problem) -> Iterator[tuple[str, Tensors]]:
             ("the tiles of S for step k are k and k + 1: a fragment of P is 16 columns wide, two tiles",
              lambda row, col: (row, col // 16 * 8 + col % 16)),
             ("P changes places when it is read, and not when it is stored: row x of P_smem has column c at "
-             "c ^ P_swap(x)", lambda row, col: (row ^ col // 4 % 4 * 8, col))):
+             "c ^ P_swizzle(x)", lambda row, col: (row ^ col // 4 % 4 * 8, col))):
         yield what, {"O": torch.where(l > 0, moved(P, source) @ p.values() / l, 0), "L": L}
 
 

@@ -398,7 +398,7 @@ Such a bug shows in the HBM traffic of a causal call beside that of a call witho
         )),
     Exercise(
         number=25, name="sixteen_keys", title="Right up to 16 keys", lesson="06", direction="fwd",
-        stage="vectorized",
+        stage="conflict_free",
         specification=f"""
 A colleague writes: "O and L are wrong in nearly every row, the same in every run. But if I multiply q by 0,
 so that all scores are equal, both are right; with q times 0.01 they are nearly right. And with 16 keys or
@@ -413,8 +413,8 @@ So print. In the kernel, where m_new is complete, for the lanes that have row 0:
 """,
         hints=(
             "All lanes that share a row must agree on something about that row. Do they?",
-            "The picture of a warp as 4 x 8 lanes is in stages/common/vector.cuh. Which lanes have row 0? "
-            "Write their numbers in binary.",
+            "The picture of a warp as 4 x 8 lanes is in stages/common/conflict_free.cuh. Which lanes have "
+            "row 0? Write their numbers in binary.",
             "__shfl_xor_sync(..., x, distance) gives a lane what lane ^ distance has. After the distances "
             "1, 2 and 4 a lane has combined the numbers of which 8 lanes?"),
         answer=paragraphs("""

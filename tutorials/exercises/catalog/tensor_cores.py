@@ -9,16 +9,19 @@ def wrong(what: str, reason: str, *changes: tuple[str, str]) -> Mutant:
 
 LARGE = {"Br": 128, "Bc": 64}  # 8 x 8 numbers of S a thread
 
-OUTER_PRODUCT = "add_outer_product<(cols < rows)>(S_reg, query, key);"
+OUTER_PRODUCT = "add_outer_product(S_reg, query, key);"
+LOAD_Q = "load(query, Q_smem + k * Br, first_row, 16, swizzle_of(k));"
+LOAD_K = "load(key, K_smem + k * Bc, first_col, 32, swizzle_of(k));"
+STORE_P = "store4(P_smem + x * Br + (row_of(r) ^ P_swizzle(lane_col8())),"
 
 EXERCISES = [
     Exercise(
         number=12, name="register_tile", title="A tile of S in registers", lesson="06", direction="fwd",
-        stage="vectorized", sections=("S_ij, from Q_smem and K_smem",), tiles=LARGE, score=("wavefronts",),
+        stage="conflict_free", sections=("S_ij, from Q_smem and K_smem",), tiles=LARGE, score=("wavefronts",),
         at_most={"wavefronts": 1.05},
         specification="""
-Compute S_ij = Q_i K_j^T, scaled already, as Q_smem is. S_reg[r][c] is 0, and must become the product of row
-row_of(r) of Q_i with key col_of(c): the sum over all d columns k. Here a thread has 8 x 8 of them.
+Compute S_ij = Q_i K_j^T; it is scaled later. S_reg[r][c] is 0, and must become the product of row row_of(r)
+of Q_i with key col_of(c): the sum over all d columns k. Here a thread has 8 x 8 of them.
 
 Both tiles lie transposed: Q_smem is d x Br and K_smem is d x Bc, so that a row holds one k. Row and key are
 not quite where you expect them. At k, column x is at
@@ -26,47 +29,44 @@ not quite where you expect them. At k, column x is at
   x ^ swizzle_of(k)
 
 A thread's rows come in fours, 16 apart, and its keys in fours, 32 apart: look at row_of and col_of. Use
-load() and add_outer_product() of stages/common/vector.cuh: for each k four float4s and 64 multiplications.
+load() (stages/common/vector.cuh) and add_outer_product() (stages/common/outer_product.cuh): for each k four
+float4s and 64 multiplications.
 Number by number the result is right, too, but shared memory needs many more wavefronts, and that is refused.
 """,
         hints=(
             "One k gives an outer product: 8 numbers of Q, 8 numbers of K, each with each. What stays the "
             "same over all k, and which array adds up?",
-            "load(to, row, first, step, swap): `row` is where the row of one k starts, `first` this "
+            "load(to, row, first, step, swizzle): `row` is where the row of one k starts, `first` this "
             "thread's first row or key, `step` how far its second four is from the first. first_row and "
             "first_col are there.",
-            "For k from 0 to d - 1: load(query, Q_smem + k * Br, first_row, 16, swizzle_of(k)); the keys "
-            "likewise; then the outer product is added to S_reg. The reference takes 8 k at a time, "
-            "unrolled, so that swizzle_of(k) is known to the compiler."),
+            "For k from 0 to d - 1: load query from Q_smem + k * Br, first_row, 16, swizzle_of(k); the keys "
+            "likewise; then the outer product is added to S_reg. In the reference the loop is unrolled by "
+            "8, so that swizzle_of(k) is known to the compiler."),
         mutants=(
-            wrong("the keys without the swap", r"^wrong result.*K_smem is read without the swap",
-                  ("load(key, K_at + k * Bc, first_col, 32, swizzle_of(k));",
-                   "load(key, K_at + k * Bc, first_col, 32);")),
-            wrong("the queries without the swap", r"^wrong result.*Q_smem is read without the swap",
-                  ("load(query, Q_at + k * Br, first_row, 16, swizzle_of(k));",
-                   "load(query, Q_at + k * Br, first_row, 16);")),
-            wrong("both without it", r"^wrong result.*Q_smem and K_smem are read without the swap",
-                  ("load(query, Q_at + k * Br, first_row, 16, swizzle_of(k));",
-                   "load(query, Q_at + k * Br, first_row, 16);"),
-                  ("load(key, K_at + k * Bc, first_col, 32, swizzle_of(k));",
-                   "load(key, K_at + k * Bc, first_col, 32);")),
+            wrong("the keys without the swizzle", r"^wrong result.*K_smem is read without the swizzle",
+                  (LOAD_K, LOAD_K.replace(", swizzle_of(k)", ""))),
+            wrong("the queries without the swizzle", r"^wrong result.*Q_smem is read without the swizzle",
+                  (LOAD_Q, LOAD_Q.replace(", swizzle_of(k)", ""))),
+            wrong("both without it", r"^wrong result.*Q_smem and K_smem are read without the swizzle",
+                  (LOAD_Q, LOAD_Q.replace(", swizzle_of(k)", "")),
+                  (LOAD_K, LOAD_K.replace(", swizzle_of(k)", ""))),
             wrong("the step of the rows for the keys", r"^wrong result.*16 apart: they are 32 apart",
-                  ("load(key, K_at + k * Bc, first_col, 32, swizzle_of(k));",
-                   "load(key, K_at + k * Bc, first_col, 16, swizzle_of(k));")),
+                  (LOAD_K, LOAD_K.replace("32", "16"))),
             wrong("the first 8 k only", r"^wrong result.*first 8 columns",
-                  ("      Q_at += 8 * Br;\n      K_at += 8 * Bc;\n", "")),
+                  (LOAD_Q, LOAD_Q.replace("k * Br", "k % 8 * Br").replace("(k)", "(k % 8)")),
+                  (LOAD_K, LOAD_K.replace("k * Bc", "k % 8 * Bc").replace("(k)", "(k % 8)"))),
             wrong("query and key exchanged", r"^wrong result.*query and key have changed places",
-                  (OUTER_PRODUCT, "add_outer_product<(cols < rows)>(S_reg, key, query);")),
+                  (OUTER_PRODUCT, "add_outer_product(S_reg, key, query);")),
             wrong("number by number", r"^too much traffic.*wavefronts",
-                  ("load(query, Q_at + k * Br, first_row, 16, swizzle_of(k));",
-                   "for (int r = 0; r < rows; r++) query[r] = Q_at[k * Br + (row_of(r) ^ swizzle_of(k))];"),
-                  ("load(key, K_at + k * Bc, first_col, 32, swizzle_of(k));",
-                   "for (int c = 0; c < cols; c++) key[c] = K_at[k * Bc + (col_of(c) ^ swizzle_of(k))];")),
+                  (LOAD_Q, "for (int r = 0; r < rows; r++) "
+                   "query[r] = Q_smem[k * Br + (row_of(r) ^ swizzle_of(k))];"),
+                  (LOAD_K, "for (int c = 0; c < cols; c++) "
+                   "key[c] = K_smem[k * Bc + (col_of(c) ^ swizzle_of(k))];")),
         )),
     Exercise(
         number=13, name="P_store", title="P to shared memory without bank conflicts", lesson="06",
-        direction="fwd", stage="vectorized", sections=("the swap", "P, four numbers at a time"), tiles=LARGE,
-        score=("wavefronts",), at_most={"wavefronts": 1.02},
+        direction="fwd", stage="conflict_free", sections=("the swizzle", "P, four numbers at a time"),
+        tiles=LARGE, score=("wavefronts",), at_most={"wavefronts": 1.02},
         specification="""
 P_smem is Bc x Br, transposed: a row holds one key. This thread has made P of its rows and keys, in
 S_reg[r][c]. Its c-th key goes to row x of P_smem, which is given. Its rows of Q are columns there, row_of(r)
@@ -78,38 +78,38 @@ in one bank. 16 bytes a lane are stored in four wavefronts, a quarter of the lan
 two share a row x and have float4s side by side, in four rows one after the other. That is a 4-way conflict.
 So columns change places:
 
-  column c of row x of P_smem is at c ^ P_swap(x)
+  column c of row x of P_smem is at c ^ P_swizzle(x)
 
-Write the function P_swap(int x), with its first line, so that these 8 float4s fall into different banks; and
-the store. P_swap(x) may depend on x % 8 only: the loop that reads P calls it with that, and x % 8 is
+Write the function P_swizzle(int x), with its first line, so that these 8 float4s fall into different banks;
+and the store. P_swizzle(x) may depend on x % 8 only: the loop that reads P calls it with that, and x % 8 is
 lane_col8() here. The result must be a multiple of 4 and less than 32. (Why?)
 """,
         hints=(
             "32 banks are room for 8 float4s. Two of a row are side by side: 32 bytes, or 8 banks. How far "
             "must the next row move them?",
             "Rows x = 0, 1, 2, 3 need four different places for their 8 banks: 0, 8, 16 and 24.",
-            "__device__ __forceinline__ int P_swap(int x) { return ...; }: x % 4 tells the four rows apart.",
-            "The store goes to P_smem + x * Br + (row_of(r) ^ P_swap(lane_col8())), for r = 0, 4, ... below "
-            "`rows`. ^ binds less than +: it needs the parentheses."),
+            "__device__ __forceinline__ int P_swizzle(int x) { return ...; }: x % 4 tells the four rows "
+            "apart.",
+            "The store goes to P_smem + x * Br + (row_of(r) ^ P_swizzle(lane_col8())), for r = 0, 4, ... "
+            "below `rows`. ^ binds less than +: it needs the parentheses."),
         mutants=(
-            wrong("no swap", r"^bank conflicts.*P_smem", ("return x % 4 * 8;", "return 0;")),
-            wrong("a swap by 4 columns only", r"^bank conflicts.*P_smem",
+            wrong("no swizzle", r"^bank conflicts.*P_smem", ("return x % 4 * 8;", "return 0;")),
+            wrong("a swizzle by 4 columns only", r"^bank conflicts.*P_smem",
                   ("return x % 4 * 8;", "return x % 4 * 4;")),
             wrong("every other row only", r"^bank conflicts.*P_smem",
                   ("return x % 4 * 8;", "return x % 2 * 8;")),
             wrong("columns, not groups of them", r"^misaligned", ("return x % 4 * 8;", "return x % 4;")),
             wrong("a multiple of 32 banks", r"^bank conflicts.*P_smem",
                   ("return x % 4 * 8;", "return x % 2 * 32;")),
-            wrong("a plain store", r"^wrong result.*c \^ P_swap",
-                  ("store4(P_smem + x * Br + (row_of(r) ^ P_swap(lane_col8())),",
-                   "store4(P_smem + x * Br + row_of(r),")),
+            wrong("a plain store", r"^wrong result.*c \^ P_swizzle",
+                  (STORE_P, "store4(P_smem + x * Br + row_of(r),")),
             wrong("the first four only", r"^uninitialised.*P_smem",
-                  ("for (int r = 0; r < rows; r += 4) {\n        store4(P_smem",
-                   "for (int r = 0; r < 4; r += 4) {\n        store4(P_smem")),
+                  ("for (int r = 0; r < rows; r += 4)\n        store4(P_smem",
+                   "for (int r = 0; r < 4; r += 4)\n        store4(P_smem")),
             wrong("number by number", r"^bank conflicts.*P_smem",
-                  ("store4(P_smem + x * Br + (row_of(r) ^ P_swap(lane_col8())),\n"
-                   "               S_reg[r][c], S_reg[r + 1][c], S_reg[r + 2][c], S_reg[r + 3][c]);",
-                   "for (int n = 0; n < 4; n++) P_smem[x * Br + (row_of(r + n) ^ P_swap(lane_col8()))] = "
+                  (f"{STORE_P}\n               "
+                   "S_reg[r][c], S_reg[r + 1][c], S_reg[r + 2][c], S_reg[r + 3][c]);",
+                   "for (int n = 0; n < 4; n++) P_smem[x * Br + (row_of(r + n) ^ P_swizzle(lane_col8()))] = "
                    "S_reg[r + n][c];")),
         )),
     Exercise(
