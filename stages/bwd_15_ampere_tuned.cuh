@@ -58,7 +58,7 @@ constexpr int dQ_steps = (dQ_frags + 3) / 4;       // in so many steps: at most 
 constexpr int dQ_copies = DETERMINISTIC ? 8 : 1;   // of dQ_accum
 // Of the loop that makes dQ, so many steps are unrolled: all of them are faster, but need the most registers
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
-constexpr int unrolled = DETERMINISTIC ? 2 : Bc / 16;
+constexpr int unrolled = DETERMINISTIC || d > 128 ? 2 : Bc / 16;
 #else
 constexpr int unrolled = 2;
 #endif

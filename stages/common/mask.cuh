@@ -29,7 +29,9 @@ struct Mask {
   __device__ int first_i(int j) const { return CAUSAL ? max(j * BLOCK_C - diagonal, 0) / BLOCK_R : 0; }
 
   // Does S_ij have an element that does not count?
-  __device__ bool cuts(int i, int j) const { return (i + 1) * BLOCK_R > N_q || j >= cut_j(i); }
+  __device__ bool cuts(int i, int j) const {
+    return (i + 1) * BLOCK_R > N_q || (j + 1) * BLOCK_C > seen_by(i * BLOCK_R);
+  }
 
  private:
   // --- how many keys a row sees
