@@ -1,15 +1,15 @@
 // What the 16-bit backward stages do before their main kernel. Introduced by: backward stage 11, cp_async.
 #pragma once
-#include "mma.cuh"
 #include "exp2.cuh"
+#include "mma.cuh"
 
 // A thread has 8 columns of a row: 16 bytes. So many threads have a row together, and a block so many rows:
 constexpr int row_threads = HEAD_DIM <= 64 ? 8 : HEAD_DIM <= 128 ? 16 : 32, block_rows = 256 / row_threads;
 
-// What the main kernel reads and adds to, in HBM, in float. N_q is rounded up to whole tiles, so that no tile
-// is a case of its own.
+// What the main kernel reads and adds to, in HBM, in float. There is room for whole tiles of Q: so cp.async
+// may copy four numbers at a time, and no tile is a case of its own.
 struct Workspace {
-  float* dQ_accum;         // (dQ_copies, B, H, N_q, d): in this order, fragments of 16 x 8
+  float* dQ_accum;         // (B, H, N_q, d), dQ_copies times
   float* L;                // (B, H, N_q), to the base 2; of rows past the end +infinity: their P is 0
   float* D;                // (B, H, N_q)
 };

@@ -13,7 +13,7 @@
 
 // An operand in shared memory: a swizzled tile from element (row, col) on, or its transpose. Where a lane
 // points to in the first fragment is worked out once; `advance` finds the others from there. As columns of B,
-// every `step`-th 16 columns of the tile are taken. col: 16 * step at most, unless it is a multiple of 64.
+// every `step`-th 16 columns of the tile are taken. `advance` needs 0s in col where it adds bits.
 struct Operand {
   uint32_t address;
   int pitch, step;
