@@ -46,6 +46,9 @@
 //
 // For d > 128 a block takes up to 168 KB of shared memory: d = 256 needs an H100. Left the choice,
 // attention() takes the best stage that fits.
+//
+// Stays because the outer product is what the next two rungs feed, as in the forward: alone it trades loads
+// for bank conflicts, and loses to recompute.
 #pragma once
 #include "common/launch.cuh"
 #include "common/mask.cuh"

@@ -34,6 +34,9 @@
 // Changed from split_heads: dQ_copies, first_j, and the loop of launches.
 //
 // Bound by what bounds late_dq.
+//
+// Stays because it is about the bits, not the speed: asked to be deterministic it has them the same every
+// run, and not asked it is as fast as its parent.
 #pragma once
 #include "common/copy_tile.cuh"
 #include "common/exp2.cuh"

@@ -72,6 +72,9 @@
 // Bound by shared memory: it is busy 89 % of the time, as bank conflicts make an ldmatrix take 32 wavefronts
 // instead of 4; the tensor cores are busy 8 % (H200, bf16, B4 H12 N1024 d64 causal). So this stage is slower
 // than wmma, whose tiles are padded.
+//
+// Stays because it is the lesson of the next rung: S, P and O have left shared memory, and bank conflicts
+// cost more than that saves. swizzle changes where numbers lie, and nothing else.
 #pragma once
 #include "common/launch.cuh"
 #include "common/mask.cuh"

@@ -15,8 +15,10 @@ try:
 except RuntimeError as error:
     NVCC, WHY_NOT = None, str(error)
 
-# Rungs that spill for some d, as their headers say; the next one mends it
-SPILLS = {("bwd", "transposed", 128), ("bwd", "transposed", 256), ("bwd", "split_warps", 128)}
+# Stages that spill for some d on sm_90a, as their headers say: rungs that the next one mends, and at the end
+# of the branch 8 bytes that cost less than what would spare them
+SPILLS = {("bwd", "transposed", 128), ("bwd", "transposed", 256), ("bwd", "split_warps", 128),
+          ("fwd", "cp_async", 256), ("bwd", "ampere_tuned", 256)}
 SHARED_MEMORY = {"sm_75": 64 * 1024, "sm_80": 163 * 1024, "sm_90a": 227 * 1024}     # of a block
 
 
@@ -78,7 +80,7 @@ def test_compiles_without_spills(stage, deterministic, architecture, tmp_path):
             frames = re.findall(
                 r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", report
             )
-            if (stage.direction, stage.name, d) in SPILLS and architecture == "sm_90a":
+            if (stage.direction, stage.name, d) in SPILLS and architecture == "sm_90a" and not deterministic:
                 assert set(frames) != {("0", "0", "0")}, f"{stage} does not spill: take it off the list"
                 continue
             assert "warning" not in report, report

@@ -156,7 +156,7 @@ def test_simulated_counts_of_matrices():
     q, k, v = torch.randn(3, 1, 1, 64, 64, dtype=torch.bfloat16)
     with flash.inspect() as report:
         flash.attention(q, k, v, stage="cp_async", Br=64, Bc=64)
-    found = counts.simulated(report, "cp_async_kernel")
+    found = counts.simulated(report, "forward_kernel")
     assert set(found) - set(counts.METRICS.values()) == set(counts.MATRIX.values())
     assert found["ldmatrix wavefronts"] == 4 * found["ldmatrix requests"] > 0
     assert found["cp.async sectors"] == 3 * 64 * 64 * 2 / 32 and found["HBM read requests"] == 0
@@ -176,7 +176,7 @@ def test_calls_that_are_profiled(monkeypatch):
 
 def test_empty_parts_are_filled(monkeypatch):
     """As those that have a text are."""
-    names = ("ladder", "results", "backward", "ratios", "long", "results16", "backward16", "ratios16",
+    names = ("ladder", "rungs", "results", "backward", "ratios", "long", "results16", "backward16", "ratios16",
              "finding", "traffic", "counts", "conflicts", "lessons")
     for name in names:
         monkeypatch.setattr(readme, name, lambda name=name: f"made: {name}")
