@@ -126,7 +126,6 @@ __global__ void __launch_bounds__(threads, 1) backward_kernel(BwdParams p, const
       multiply(dP_reg, width, as_it_lies(dO_smem, pitch, warp_row),      // line 13: dP_ij = dO_i V_j^T
                transposed(V_smem, pitch, cols * part));
 
-      // --- P and dS of the tile
       float L_row[2], D_row[2];             // of the two rows that this lane has
       for (int r = 0; r < 2; r++) {
         const int row = i * Br + warp_row + threadIdx.x % 32 / 4 + 8 * r;
@@ -145,20 +144,17 @@ __global__ void __launch_bounds__(threads, 1) backward_kernel(BwdParams p, const
       };
       store(P_smem, S_reg);
       store(dS_smem, dP_reg);
-      // ---
       __syncthreads();                    // a warp now reads columns of P and dS, which all warps wrote
 
       multiply(dV_reg, Br, transposed(P_smem, P_pitch, 0, warp_row), part_of(dO_smem));           // line 12
       multiply(dK_reg, Br, transposed(dS_smem, P_pitch, 0, warp_row), part_of(Q_smem));           // line 16
 
-      // --- the tile's part of dQ
       float dQ_reg[strips][dims / 8][4] = {};                            // line 15: dS_ij K_j
       multiply<2>(dQ_reg, Bc, as_it_lies(dS_smem, P_pitch, warp_row), part_of(K_smem));
       for_each(dQ_reg, [&](float& x, int r, int c) {                     // line 15: to HBM, with other blocks
         const int row = i * Br + warp_row + r, k = dim(c);
         if (row < p.N_q && k < d) atomicAdd(dQ_accum + (first_row + row) * d + k, x);
       });
-      // ---
     }                                                                    // line 17
   }
 

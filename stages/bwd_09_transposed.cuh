@@ -114,7 +114,6 @@ __global__ void __launch_bounds__(threads, 1) backward_kernel(BwdParams p, const
       multiply(S_reg, width, as_it_lies(K_smem, pitch, first_key), transposed(Q_smem, pitch));
       multiply(dP_reg, width, as_it_lies(V_smem, pitch, first_key), transposed(dO_smem, pitch));
 
-      // --- P^T and dS^T of the tile
       for_both(S_reg, dP_reg, [&](float& S, float& dP, int r, int c) {
         const int row = i * Br + c, col = j * Bc + first_key + r;
         S = mask.sees(row, col) ? fast_exp2(scale2 * S - L_smem[c]) : 0.f;                 // line 11: P_ij
@@ -125,12 +124,10 @@ __global__ void __launch_bounds__(threads, 1) backward_kernel(BwdParams p, const
       round_to_A(dS_frag, dP_reg, [&](uint32_t both, int row, int col) {
         *reinterpret_cast<uint32_t*>(dST_smem + swizzled(first_key + row, col, dST_pitch)) = both;
       });
-      // ---
       multiply<Br / 16>(dV_reg, Br, P_frag, as_it_lies(dO_smem, pitch));  // line 12: + P_ij^T dO_i
       multiply<Br / 16>(dK_reg, Br, dS_frag, as_it_lies(Q_smem, pitch));  // line 16: + dS_ij^T Q_i
       __syncthreads();                    // a warp now reads all of dS, which many warps wrote
 
-      // --- the tile's part of dQ
       float dQ_reg[strips][dims / 8][4] = {};                            // line 15: dS_ij K_j
       multiply<2>(dQ_reg, Bc, transposed(dST_smem, dST_pitch, 0, dQ_row),
                   as_it_lies(K_smem, pitch, 0, 16 * part, parts));
@@ -138,7 +135,6 @@ __global__ void __launch_bounds__(threads, 1) backward_kernel(BwdParams p, const
         const int row = i * Br + dQ_row + r, k = 16 * (part + c / 16 * parts) + c % 16;
         if (row < p.N_q && k < d) atomicAdd(dQ_accum + (first_row + row) * d + k, x);
       });
-      // ---
     }                                                                    // line 17
   }
 

@@ -146,14 +146,12 @@ __global__ void __launch_bounds__(threads) backward_kernel(BwdParams p, Workspac
       multiply<Br / 16>(sum_reg, Br, X_frag, dO_or_Q + buffer);          // lines 12, 16
       __syncthreads();                      // a warp now reads all of dS, which many warps wrote
 
-      // --- the tile's part of dQ
       float dQ_reg[2][2 * dQ_frags][4] = {};                             // line 15: dS_ij K_j
       multiply<2>(dQ_reg, Bc, dS, K);
       for_each(dQ_reg, [&](float& x, int r, int c) {                     // line 15: to HBM, with other blocks
         const int row = i * Br + dQ_row + r, k = dQ_col + c / 16 * 16 * dQ_warps + c % 16;
         if (row < p.N_q && k < d) atomicAdd(w.dQ_accum + (first_row + row) * d + k, x);
       });
-      // ---
     }                                                                    // line 17
   }
 

@@ -756,7 +756,7 @@ def test_ratios_are_measured_and_kept(tmp_path, monkeypatch):
     """A row for the stage and the peer of each shape. Those of other types stay, on the same device."""
     file, cases = tmp_path / "ratios.json", {}
     for direction, dtype in (("fwd", "bf16"), ("bwd", "bf16"), ("fwd", "fp16")):
-        shape = ratios.Shape(direction, dtype, 16, True, 1, "2:1", 32, "cp_async", "math")
+        shape = ratios.Shape(direction, dtype, 16, True, 1, "2:1", 32, "ampere_tuned", "math")
         cases[shape] = shape.arguments(tmp_path)
     built = []
     build = flash.build
@@ -769,7 +769,7 @@ def test_ratios_are_measured_and_kept(tmp_path, monkeypatch):
     assert set(built) == before and len(before) == 3  # what is built ahead is what is run
     data = json.loads(file.read_text())
     assert [(row["pass"], row["dtype"], row["name"]) for row in data["rows"]] == [
-        (s.direction, s.dtype, name) for s in cases for name in ("cp_async", "math")]
+        (s.direction, s.dtype, name) for s in cases for name in ("ampere_tuned", "math")]
     assert all(row["status"] == "ok" and row["error"] <= row["allowed_error"] and row["median_ms"] > 0
                and (row["H"], row["H_kv"], row["N"]) == (2, 1, 32) for row in data["rows"])
     left = ratios.kept(file, ["bf16", "fp32"], data)

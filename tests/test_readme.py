@@ -176,8 +176,8 @@ def test_calls_that_are_profiled(monkeypatch):
 
 def test_empty_parts_are_filled(monkeypatch):
     """As those that have a text are."""
-    names = ("ladder", "rungs", "results", "backward", "ratios", "long", "results16", "backward16", "ratios16",
-             "finding", "traffic", "counts", "conflicts", "lessons")
+    names = ("ladder", "rungs", "results", "backward", "ratios", "long", "results16", "backward16",
+             "ratios16", "finding", "traffic", "counts", "conflicts", "lessons")
     for name in names:
         monkeypatch.setattr(readme, name, lambda name=name: f"made: {name}")
     marks = [(f"<!-- {name} -->\n", f"<!-- end of {name} -->\n") for name in names]

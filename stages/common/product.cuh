@@ -25,7 +25,6 @@ struct Operand {
   }
 };
 
-// --- where lanes point to
 __device__ __forceinline__ Operand as_it_lies(const ELEMENT* tile, int pitch, int row = 0, int col = 0,
                                               int step = 1) {
   const int lane = threadIdx.x % 32, to_row = row + lane % 16, to_col = col + lane / 16 * 8;
@@ -36,7 +35,6 @@ __device__ __forceinline__ Operand transposed(const ELEMENT* tile, int pitch, in
   const int lane = threadIdx.x % 32, to_row = row + lane / 16 * 8 + lane % 8, to_col = col + lane / 8 % 2 * 8;
   return {shared_address(tile + swizzled(to_row, to_col, pitch)), pitch, 1, true};
 }
-// ---
 
 __device__ __forceinline__ void load_A(uint32_t (&A_frag)[4], const Operand& A, int row, int k) {
   if (A.transposed) ldmatrix_x4_trans(A_frag, advance(A.address, k, row, A.pitch));

@@ -474,23 +474,23 @@ brought yet.
 A run that is right shows nothing: the copies may have been quick. The simulator makes them as late as it
 may, and the checker reports each read of a place to which a copy is under way."""),
         broken=changes(
-            ("      cp_async_wait<0>();\n"
-             "      __syncthreads();                          // K_j and V_j are there; and all are "
-             "done with V_j-1",
-             "      __syncthreads();                          // all are done with V_j-1")),
+            ("    cp_async_wait<0>();\n"
+             "    __syncthreads();                        "
+             "// K_j and V_j are there; and all are done with K_j-1",
+             "    __syncthreads();                        // all are done with K_j-1")),
         mutants=(
             unmended(r"^race.*(cp\.async|copy|asynchronous)"),
             mending("the barrier first: the copies of others may be under way",
                     r"^race.*(cp\.async|copy|asynchronous)",
-                    ("done with V_j-1\n", "done with V_j-1\n      cp_async_wait<0>();\n")),
+                    ("done with K_j-1 and V_j-1\n", "done with K_j-1 and V_j-1\n    cp_async_wait<0>();\n")),
             mending("all groups but the last one, and there is only one",
                     r"^race.*(cp\.async|copy|asynchronous)",
-                    ("      __syncthreads();                          // all are",
-                     "      cp_async_wait<1>();\n"
-                     "      __syncthreads();                          // all are")),
+                    ("    __syncthreads();                        // all are done with K_j-1",
+                     "    cp_async_wait<1>();\n"
+                     "    __syncthreads();                        // all are done with K_j-1")),
             mending("a fence is no wait", r"^race.*(cp\.async|copy|asynchronous)",
-                    ("      __syncthreads();                          // all are",
-                     "      __threadfence_block();\n"
-                     "      __syncthreads();                          // all are")),
+                    ("    __syncthreads();                        // all are done with K_j-1",
+                     "    __threadfence_block();\n"
+                     "    __syncthreads();                        // all are done with K_j-1")),
         )),
 ]

@@ -14,6 +14,11 @@ LOAD_Q = "load(query, Q_smem + k * Br, first_row, 16, swizzle_of(k));"
 LOAD_K = "load(key, K_smem + k * Bc, first_col, 32, swizzle_of(k));"
 STORE_P = "store4(P_smem + x * Br + (row_of(r) ^ P_swizzle(lane_col8())),"
 
+# At the head of a tile of cp_async
+WAIT = "    cp_async_wait<0>();\n"
+BARRIER = ("    __syncthreads();                        "
+           "// K_j and V_j are there; and all are done with K_j-1 and V_j-1\n")
+
 EXERCISES = [
     Exercise(
         number=12, name="register_tile", title="A tile of S in registers", lesson="06", direction="fwd",
@@ -124,8 +129,8 @@ of 16 x 16 in shared memory:
   K_row, K_col      a block of K_smem, 16 keys x 16 columns of k
   V_row, V_col      a block of V_smem, 16 keys x 16 columns of O; each 8 x 8 is transposed on the way
 
-K_reg and V_reg are the b of mma_m16n16k16 (stages/common/mma.cuh): its registers 0 and 1 are b[0] and b[1] of
-the left 8 columns of B, 2 and 3 those of the right 8. B is K^T in the one product, and V in the other.
+K_frag and V_frag are the B of mma_m16n16k16 (stages/common/mma.cuh): its registers 0 and 1 are b[0] and b[1]
+of the left 8 columns of B, 2 and 3 those of the right 8. B is K^T in the one product, and V in the other.
 """,
         hints=(
             "Draw 16 x 16 as four blocks of 8 x 8 and write 0 to 3 into them: which one is register 0, 1, "
@@ -152,78 +157,77 @@ the left 8 columns of B, 2 and 3 those of the right 8. B is K^T in the one produ
                    "const int K_row = lane % 8, K_col = lane / 8 % 2 * 8;")),
             wrong("to the elements that the lane gets", r"^error.*multiple of 16 bytes",
                   ("const int Q_row = lane % 16, Q_col = lane / 16 * 8;",
-                   "const int Q_row = group, Q_col = pair;")),
+                   "const int Q_row = lane / 4, Q_col = lane % 4 * 2;")),
         )),
     Exercise(
         number=15, name="P_fragment", title="P stays in registers", lesson="07", direction="fwd", stage="mma",
-        sections=("from S to a fragment of P", "its product with V_j"), score=("wavefronts",),
+        sections=("from an accumulator to A", "its product with V_j"), common=("mma.cuh",),
+        score=("wavefronts",),
         specification="""
-S_reg holds P~ by now, in floats: S_reg[s][n] is this lane's part of strip s and of the keys 8 n to 8 n + 7,
-laid out as D (header). Add P~_ij V_j to O_reg, 16 keys at a time: step k is about the keys 16 k to 16 k + 15.
+S_reg holds P~ by now, in floats: S_reg[n] is this lane's part of the keys 8 n to 8 n + 7, laid out as D
+(header). Add P~_ij V_j to O_reg, 16 keys at a time: step k is about the keys 16 k to 16 k + 15.
 
-First blank: P_reg[s], the A of 16 x 16 for strip s and step k: from two tiles of S_reg, without shuffles.
-pack<ELEMENT>(x, y) rounds two neighbours of a row and puts them into one register, the left one, x, in its
-lower half.
+First blank, in to_A of stages/common/mma.cuh, which stands in this file: A of 16 x 16 for step k, from two
+tiles of the accumulator, without shuffles. pack<ELEMENT>(x, y) rounds two neighbours of a row and puts them
+into one register, the left one, x, in its lower half.
 
 Second blank: for each 16 columns of O, n = 0, 1, ..., width / 16 - 1, get the block of V_smem that belongs to
-k and n with one ldmatrix, by at(), V_row and V_col, and multiply all strips with it: mma_m16n16k16
-(stages/common/mma.cuh) takes the left and the right half of a block of O_reg, which are two tiles of 8
-columns.
+k and n with one ldmatrix, by tile_index(), V_row and V_col, and multiply P_frag with it: mma_m16n16k16 takes
+the left and the right half of a block of O_reg, which are two tiles of 8 columns.
 """,
         hints=(
             "Which two tiles of S, 8 columns wide, are columns 16 k to 16 k + 15 of P?",
             "Compare D and A in the header, for lane 0: d[0] and d[1] stand where a[0] has its two "
             "elements. Where do d[2] and d[3] stand?",
-            "a[0] and a[1] come from the tile 2 * k, upper and lower half; a[2] and a[3] from the tile 2 * "
+            "A[0] and A[1] come from the tile 2 * k, upper and lower half; A[2] and A[3] from the tile 2 * "
             "k + 1.",
             "V: rows are keys, so the block starts at row 16 * k and column 16 * n of V_smem. A column of B "
             "crosses V's rows: ldmatrix_x4_trans. shared_address() turns a pointer into what it wants."),
         mutants=(
             wrong("a[1] taken for upper right", r"^wrong result.*16 x 16 of P two blocks",
-                  ("P_reg[s][1] = pack<ELEMENT>(left[2], left[3]);",
-                   "P_reg[s][2] = pack<ELEMENT>(left[2], left[3]);"),
-                  ("P_reg[s][2] = pack<ELEMENT>(right[0], right[1]);",
-                   "P_reg[s][1] = pack<ELEMENT>(right[0], right[1]);")),
+                  ("A[2 * n] = pack<ELEMENT>", "A[n] = pack<ELEMENT>"),
+                  ("A[2 * n + 1] = pack<ELEMENT>", "A[n + 2] = pack<ELEMENT>")),
             wrong("tiles k and k + 1", r"^wrong result.*tiles of S for step k are k and k \+ 1",
-                  ("left)[4] = S_reg[s][2 * k], (&right)[4] = S_reg[s][2 * k + 1];",
-                   "left)[4] = S_reg[s][k], (&right)[4] = S_reg[s][k + 1];")),
+                  ("A[2 * n] = pack<ELEMENT>(acc[2 * k + n][0], acc[2 * k + n][1]);",
+                   "A[2 * n] = pack<ELEMENT>(acc[k + n][0], acc[k + n][1]);"),
+                  ("A[2 * n + 1] = pack<ELEMENT>(acc[2 * k + n][2], acc[2 * k + n][3]);",
+                   "A[2 * n + 1] = pack<ELEMENT>(acc[k + n][2], acc[k + n][3]);")),
             wrong("high and low exchanged", r"^wrong result.*in every register of P",
-                  ("pack<ELEMENT>(left[0], left[1])", "pack<ELEMENT>(left[1], left[0])"),
-                  ("pack<ELEMENT>(left[2], left[3])", "pack<ELEMENT>(left[3], left[2])"),
-                  ("pack<ELEMENT>(right[0], right[1])", "pack<ELEMENT>(right[1], right[0])"),
-                  ("pack<ELEMENT>(right[2], right[3])", "pack<ELEMENT>(right[3], right[2])")),
+                  ("(acc[2 * k + n][0], acc[2 * k + n][1])", "(acc[2 * k + n][1], acc[2 * k + n][0])"),
+                  ("(acc[2 * k + n][2], acc[2 * k + n][3])", "(acc[2 * k + n][3], acc[2 * k + n][2])")),
             wrong("V without trans", r"^wrong result.*no 8 x 8 of V is transposed",
-                  ("ldmatrix_x4_trans(V_reg", "ldmatrix_x4(V_reg")),
+                  ("ldmatrix_x4_trans(V_frag", "ldmatrix_x4(V_frag")),
             wrong("V's rows and columns exchanged", r"^wrong result.*block of V for k and n",
-                  ("at(16 * k + V_row, 16 * n + V_col)", "at(16 * n + V_row, 16 * k + V_col)")),
+                  ("tile_index(16 * k + V_row, 16 * n + V_col)",
+                   "tile_index(16 * n + V_row, 16 * k + V_col)")),
             wrong("the tiles n and n + 1 of O", r"^wrong result.*block n of O is tiles n and n \+ 1",
-                  ("mma_m16n16k16(O_reg[s][2 * n], O_reg[s][2 * n + 1], P_reg[s], V_reg);",
-                   "mma_m16n16k16(O_reg[s][n], O_reg[s][n + 1], P_reg[s], V_reg);")),
+                  ("mma_m16n16k16(O_reg[2 * n], O_reg[2 * n + 1], P_frag, V_frag);",
+                   "mma_m16n16k16(O_reg[n], O_reg[n + 1], P_frag, V_frag);")),
         )),
     Exercise(
         number=16, name="swizzle", title="The swizzle", lesson="08", direction="fwd", stage="swizzle",
-        sections=("its address",), score=("wavefronts",), at_most={"wavefronts": 1.05},
+        sections=("its index",), common=("swizzle.cuh",), score=("wavefronts",),
+        at_most={"wavefronts": 1.05},
         specification="""
-Write the function at(row, col), with its first line: where the element (row, col) of a tile is, counted in
-elements from the tile's start. A row has `pitch` elements, a multiple of 64, and its elements stay within
-these. It consists of pieces of 8 elements, 16 bytes, which stay whole. In row r, piece c goes to the place
-that the header gives:
+Write what swizzled(row, col, pitch) of stages/common/swizzle.cuh returns, which stands in this file: where
+the element (row, col) of a tile is, counted in elements from the tile's start. A row has `pitch` elements, a
+multiple of 64, and its elements stay within these. It consists of chunks of 8 elements, 16 bytes, which stay
+whole. In row r, chunk c goes to the place that the header gives:
 
   c ^ r % 8
 
-Everything in the stage goes through at(): so any arrangement that loses no element gives the right result.
-But ldmatrix reads one piece each of 8 rows at a time, and these must be in different banks. A plain tile,
+Everything in the stage goes through it: so any arrangement that loses no element gives the right result.
+But ldmatrix reads one chunk each of 8 rows at a time, and these must be in different banks. A plain tile,
 which stage mma has, is refused for its bank conflicts.
 """,
         hints=(
-            "col is an element, not a piece. Which bits of col are the number of its piece, and which its "
-            "place within the piece? Only the first may change.",
-            "Piece c starts at element 8 * c. What must be xored to col, so that c becomes c ^ r % 8?",
-            "__device__ __forceinline__ int at(int row, int col) { return row * pitch + (...); }: % and * "
-            "go before ^, and so does +, hence the parentheses."),
+            "col is an element, not a chunk. Which bits of col are the number of its chunk, and which its "
+            "place within the chunk? Only the first may change.",
+            "Chunk c starts at element 8 * c. What must be xored to col, so that c becomes c ^ r % 8?",
+            "return row * pitch + (...); % and * go before ^, and so does +, hence the parentheses."),
         mutants=(
             wrong("a plain tile", r"^bank conflicts.*[QKV]_smem.*ldmatrix", ("(col ^ row % 8 * 8)", "col")),
-            wrong("elements, not pieces", r"^misaligned", ("(col ^ row % 8 * 8)", "(col ^ row % 8)")),
+            wrong("elements, not chunks", r"^misaligned", ("(col ^ row % 8 * 8)", "(col ^ row % 8)")),
             wrong("all bits of the row", r"^out of bounds",
                   ("(col ^ row % 8 * 8)", "(col ^ row * 8)")),
             wrong("half of the rows", r"^bank conflicts.*[QKV]_smem.*ldmatrix",
@@ -237,22 +241,20 @@ which stage mma has, is refused for its bank conflicts.
         )),
     Exercise(
         number=17, name="pipeline", title="Copies under way", lesson="09", direction="fwd", stage="cp_async",
-        sections=("the head of a tile", "the next tile is on its way"), wide=(136,),
-        score=("hbm", "wavefronts"),
+        sections=("the head of a tile", "the next tile is on its way"), score=("hbm", "wavefronts"),
         specification="""
-For d <= 128 there are two buffers each for K and V: tile j is in buffer j % buffers of K_smem and of V_smem.
-Before the loop the copies of tile 0 were started. Keep the copies one tile ahead.
+There are two buffers each for K and V: tile j is in buffer j % 2 of K_smem and of V_smem. Before the loop the
+copies of Q and of tile 0 were started. Keep the copies one tile in front of the products.
 
 First blank, the head of tile j: whatever was copied for it must be there, whichever thread copied it; and
-nobody may still be reading the buffers into which tile j + 1 will go. Then define
+nobody may still be reading the buffers into which tile j + 1 will go. Then define, as const int,
 
-  here, next        how many elements after the start of K_smem (and of V_smem) tile j and tile j + 1 are
+  buffer, next_buffer   how many elements after the start of K_smem (and of V_smem) tiles j and j + 1 are
 
 A buffer has Bc * pitch elements.
 
-Second blank, after S_ij is made: if there is a tile j + 1 below `keys`, start to copy its Bc rows of K, and
-for buffers == 2 of V, by copy_tile, to `next`; and make the copies a group that can be waited for. For
-buffers == 1 (d > 128) all else is in place: there V comes elsewhere, and `next` is 0.
+Second blank, after S_ij is made: if there is a tile j + 1 before mask.end_j(i), start to copy its Bc rows of
+K and of V, by copy_tile, to `next_buffer`; and make the copies a group that can be waited for.
 
 cp_async_wait and cp_async_commit are explained in stages/common/ptx.cuh. A wait is for a thread's own copies.
 """,
@@ -263,34 +265,23 @@ cp_async_wait and cp_async_commit are explained in stages/common/ptx.cuh. A wait
             "and everybody has finished tile j - 1, whose buffers are those of tile j + 1.",
             "cp_async_wait<0>() waits for all groups of this thread. At the head only one is under way, "
             "that of tile j: with <1> it would not be waited for.",
-            "copy_tile(K_smem + next, K, p.K.stride_n, (j + 1) * Bc, Bc, p.N_k), if (j + 1) * Bc < keys; V "
-            "likewise; then cp_async_commit()."),
+            "copy_tile<threads>(K_smem + next_buffer, tile_index, K, p.K.stride_n, (j + 1) * Bc, Bc, p.N_k), "
+            "if j + 1 < mask.end_j(i); V likewise; then cp_async_commit()."),
         mutants=(
-            wrong("no wait", r"^race.*cp_async_wait",
-                  ("      cp_async_wait<0>();\n      __syncthreads();                          // K_j and",
-                   "      __syncthreads();                          // K_j and")),
+            wrong("no wait", r"^race.*cp_async_wait", (WAIT + BARRIER, BARRIER)),
             wrong("a group may be under way", r"^race.*cp_async_wait",
-                  ("      cp_async_wait<0>();\n      __syncthreads();                          // K_j and",
-                   "      cp_async_wait<1>();\n      __syncthreads();                          // K_j and")),
-            wrong("no barrier", r"^race.*[KV]_smem",
-                  ("      __syncthreads();                          // K_j and V_j are there; "
-                   "and all are done with V_j-1\n", "")),
-            wrong("the barrier before the wait", r"^race.*[KV]_smem",
-                  ("      cp_async_wait<0>();\n      __syncthreads();                          // K_j and",
-                   "      __syncthreads();\n      cp_async_wait<0>();                       // K_j and")),
+                  (WAIT + BARRIER, "    cp_async_wait<1>();\n" + BARRIER)),
+            wrong("no barrier", r"^race.*[QKV]_smem", (WAIT + BARRIER, WAIT)),
+            wrong("the barrier before the wait", r"^race.*[QKV]_smem", (WAIT + BARRIER, BARRIER + WAIT)),
             wrong("one buffer for both", r"^race.*[KV]_smem",
-                  ("next = (j + 1) % buffers * Bc * pitch;", "next = here;")),
+                  ("next_buffer = (j + 1) % 2 * Bc * pitch;", "next_buffer = buffer;")),
             wrong("no commit", r"^race.*cp_async_wait",
-                  ("(j + 1) * Bc, Bc, p.N_k);\n        cp_async_commit();", "(j + 1) * Bc, Bc, p.N_k);")),
+                  ("(j + 1) * Bc, Bc, p.N_k);\n      cp_async_commit();", "(j + 1) * Bc, Bc, p.N_k);")),
             wrong("the tile that is there already", r"^wrong result.*tile of keys is the one before",
-                  ("copy_tile(K_smem + next, K, p.K.stride_n, (j + 1) * Bc, Bc, p.N_k);",
-                   "copy_tile(K_smem + next, K, p.K.stride_n, j * Bc, Bc, p.N_k);"),
-                  ("copy_tile(V_smem + next, V, p.V.stride_n, (j + 1) * Bc, Bc, p.N_k);",
-                   "copy_tile(V_smem + next, V, p.V.stride_n, j * Bc, Bc, p.N_k);")),
+                  ("K, p.K.stride_n, (j + 1) * Bc, Bc, p.N_k);", "K, p.K.stride_n, j * Bc, Bc, p.N_k);"),
+                  ("V, p.V.stride_n, (j + 1) * Bc, Bc, p.N_k);", "V, p.V.stride_n, j * Bc, Bc, p.N_k);")),
             wrong("K only", r"^uninitialised.*V_smem",
-                  ("        if (buffers == 2) copy_tile(V_smem + next, V, p.V.stride_n, (j + 1) * Bc, Bc, "
-                   "p.N_k);\n", "")),
-            wrong("V also where there is one buffer", r"^race.*V_smem.*d=136",
-                  ("if (buffers == 2) copy_tile(V_smem + next", "copy_tile(V_smem + next")),
+                  ("      copy_tile<threads>(V_smem + next_buffer, tile_index, V, p.V.stride_n, "
+                   "(j + 1) * Bc, Bc, p.N_k);\n", "")),
         )),
 ]
