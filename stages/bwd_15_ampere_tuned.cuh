@@ -23,8 +23,8 @@
 //   - dK and dV leave by way of shared memory, where K and V were, 16 bytes at a time.
 //   - At d > 64 tiles of Q have 64 rows: all 255 registers of a thread are in use.
 //   - More of the loop that makes dQ is unrolled on sm_90, where there are registers for it.
-//     (For d = 256 there is one too few: 8 bytes a thread are spilled. Unrolled by 2 none are, but it takes a
-//     tenth longer.)
+//     (For d = 256 there is one too few: 8 bytes a thread are spilled, 16 if deterministic. Unrolled by 2
+//     none are, but it takes a tenth longer.)
 //
 // It is as fast as FlashAttention-2's own program, or faster (README.md has the figures).
 //

@@ -36,8 +36,6 @@ MUTANTS = [
         (stage, what, pattern, replacement)
         for stage in ("tiled", "flash2")   # those of naive and online_softmax are with the exercises
         for what, pattern, replacement in [
-            ("the mask off by one", r"col <= row (\+ (?:p\.)?diagonal)", r"col < row \1"),
-            ("the mask from the wrong corner", r"col <= row \+ (p\.)?diagonal", "col <= row"),
             ("scale missing", r"\? p.scale \* ", "? "),
             ("the wrong key head", r"h / \(p.H / p.H_kv\)", "h % p.H_kv"),
             ("L without the maximum", r"(m|m\[r(?:ow)?\]) \+ logf", "logf"),
@@ -45,7 +43,12 @@ MUTANTS = [
             ("0 / 0 for such a row", r"l(\[r\]|\[row\]|_new\[r\])? == 0.f", "false"),
         ]
     ),
-    *((stage, "keys past the end", r"col < (p\.)?N_k && \(", "(") for stage in ("online_softmax", "flash2")),
+    ("tiled", "the mask off by one", r"col <= row \+ p\.diagonal", "col < row + p.diagonal"),
+    ("tiled", "the mask from the wrong corner", r"col <= row \+ p\.diagonal", "col <= row"),
+    ("flash2", "the mask off by one", r"row \+ 1 \+ diagonal - col", "row + diagonal - col"),
+    ("flash2", "the mask from the wrong corner", r"row \+ 1 \+ diagonal - col", "row + 1 - col"),
+    ("online_softmax", "keys past the end", r"col < p\.N_k && \(", "("),
+    ("flash2", "keys past the end", r"min\(N_k - col, (row .*?)\) : N_k - col", r"\1 : BLOCK_C"),
     ("naive", "one key too few", r"col < p.N_k; col\+\+\) o", "col < p.N_k - 1; col++) o"),
     ("online_softmax", "old output not rescaled", r"l_old\[r\] \* alpha\[r\] \* \*o", "l_old[r] * *o"),
     ("online_softmax", "new output not rescaled", r"beta\[r\] \* O_reg", "O_reg"),
@@ -167,7 +170,7 @@ BACKWARD_MUTANTS = [
         for stage in ("recompute",)        # those of naive are with the exercises
         for what, pattern, replacement in [
             ("dO with the rows of Q", r"p\.dO\.stride_n", "p.Q.stride_n"),
-            ("the mask off by one", r"col <= row \+ diagonal", "col < row + diagonal"),
+            ("the mask off by one", r"row \+ 1 \+ diagonal - col", "row + diagonal - col"),
             ("D omitted", r" - D(_row)?\)", ")"),
             ("scale missing on dK", r"p\.scale \* (dk;|dK_reg)", r"\1"),
             ("scale missing on dQ", r"p\.scale \* (dq;|dQ_reg)", r"\1"),
@@ -188,7 +191,7 @@ BACKWARD_MUTANTS = [
     ("recompute", "dL of a row that sees no key", r"p\.L\[\w+\] == -INFINITY \? 0\.f : sum", "sum"),
     ("recompute", "dQ not set to 0", r"if \(clear_dQ\) dQ\[k\] = 0\.f;", ""),
     ("recompute", "workspace too small", r"p\.B \* p\.H \* p\.N_q; \}", "p.B * p.N_q; }"),
-    ("recompute", "keys past the end", r"col < N_k && \(", "("),
+    ("recompute", "keys past the end", r"min\(N_k - col, (row .*?)\) : N_k - col", r"\1 : BLOCK_C"),
     ("recompute", "L of the wrong head", r"p\.L\[first_row \+ row\]", "p.L[row]"),
     ("recompute", "L of the wrong row", r"p\.L\[first_row \+ row\]", "p.L[first_row + warp * rows + r]"),
     ("recompute", "causal: a tile of Q too few", r"(max\(j \* BLOCK_C - diagonal, 0\) / BLOCK_R)", r"\1 + 1"),

@@ -247,7 +247,8 @@ exist. A row that has seen no key gets O = 0 and L = -inf. One lane writes L.
         mutants=(
             wrong("all keys", r"^too much traffic",
                   ("return CAUSAL ? max(min(N_k, row + 1 + diagonal), 0) : N_k;", "return N_k;")),
-            wrong("a key too many", r"^too much traffic", ("row + 1 + diagonal), 0)", "row + 2 + diagonal), 0)")),
+            wrong("a key too many", r"^too much traffic",
+                  ("row + 1 + diagonal), 0)", "row + 2 + diagonal), 0)")),
             wrong("a key too few", r"^wrong result", ("row + 1 + diagonal), 0)", "row + diagonal), 0)")),
             wrong("no diagonal", r"^wrong result", ("row + 1 + diagonal), 0)", "row + 1), 0)")),
             wrong("causal in every call", r"^wrong result",
