@@ -291,7 +291,7 @@ BACKWARD_MUTANTS = [
             ("V with the rows of K", r"p\.V\.stride_n", "p.K.stride_n"),
             ("the mask off by one", r"first_key \+ row\)\)", "first_key + row + 1))"),
             ("a masked tile taken for a whole one", r"mask\.cuts\(i, j\)", "(i + 1) * Br > p.N_q"),
-            ("a ragged tile not masked", r"\(j \+ 1\) \* BLOCK_C > seen_by\(i \* BLOCK_R\)", "false"),
+            ("a ragged tile not masked", r"j >= cut_j\(i\)", "false"),
             ("D omitted", r"\(x - D_row\.x\)", "x"),
             ("dL ignored", r"p\.dL\[.*?\];", "0.f;"),
             ("scale missing on dK", r"makes_dV \? 1\.f : p\.scale", "1.f"),
