@@ -53,7 +53,7 @@
 
 #include "stages/common/tensor.cuh"
 
-struct BwdParams {           // flash.py fills its twin, field for field
+struct BwdParams {           // launch.py fills its twin, field for field
   Tensor Q, K, V, O, dO;     // of the forward pass, and the gradient by O
   Tensor dQ, dK, dV;         // to be written
   const float* L;            // of the forward pass; contiguous
@@ -66,7 +66,7 @@ struct BwdParams {           // flash.py fills its twin, field for field
 
 #include STAGE_FILE
 
-// flash.py compares: the twins must not drift.
+// launch.py compares: the twins must not drift.
 extern "C" size_t flash_bwd_params_bytes() { return sizeof(BwdParams); }
 
 extern "C" size_t flash_bwd_workspace_bytes(const BwdParams* p) { return workspace_bytes(*p); }

@@ -56,10 +56,10 @@
 //   stages/fwd_16_wide_warps.cuh        32 rows a warp: a fragment of K or V serves two products
 //   stages/fwd_17_ampere_tuned.cuh      what is left: order of blocks, tile sizes, one buffer at d > 128, O
 //                                       by 16-byte stores
-// A stage starts with lines for jit/registry.py: the stage that it grew from (after); at the end of a branch,
-// the architecture from which on calls take it (default); tile sizes and conditions on them (tiles, limits);
-// in bytes the shared memory of a block (shared) and the HBM traffic of a call without a mask, if nothing is
-// cached (hbm).
+// A stage starts with lines for flash_ladder/registry.py: the stage that it grew from (after); at the end of
+// a branch, the architecture from which on calls take it (default); tile sizes and conditions on them (tiles,
+// limits); in bytes the shared memory of a block (shared) and the HBM traffic of a call without a mask, if
+// nothing is cached (hbm).
 // It defines two functions:
 //   cudaError_t launch(const FwdParams&, cudaStream_t)
 //   size_t workspace_bytes(const FwdParams&)     scratch memory that it needs in HBM
@@ -74,7 +74,7 @@
 
 #include "stages/common/tensor.cuh"
 
-struct FwdParams {           // flash.py fills its twin, field for field
+struct FwdParams {           // launch.py fills its twin, field for field
   Tensor Q, K, V, O;
   float* L;                  // contiguous
   void* workspace;           // workspace_bytes() of HBM
@@ -85,7 +85,7 @@ struct FwdParams {           // flash.py fills its twin, field for field
 
 #include STAGE_FILE
 
-// flash.py compares: the twins must not drift.
+// launch.py compares: the twins must not drift.
 extern "C" size_t flash_fwd_params_bytes() { return sizeof(FwdParams); }
 
 extern "C" size_t flash_fwd_workspace_bytes(const FwdParams* p) { return workspace_bytes(*p); }

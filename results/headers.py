@@ -22,7 +22,7 @@ import flash  # noqa: E402
 
 RUNGS = ROOT / "results" / "h200" / "rungs.json"
 COLUMNS = 110
-CONTINUED = "//          "      # as jit/registry.py reads it
+CONTINUED = "//          "      # as flash_ladder/registry.py reads it
 
 
 def measured_rungs(file: Path = RUNGS) -> dict | None:

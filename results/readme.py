@@ -16,11 +16,12 @@ import torch
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
+import headers  # noqa: E402
+
 import bench  # noqa: E402
 import bench_report  # noqa: E402
 import bench_staircase  # noqa: E402
 import flash  # noqa: E402
-import headers  # noqa: E402
 from tutorials.exercises import EXERCISES  # noqa: E402
 
 RESULTS = ROOT / "results"

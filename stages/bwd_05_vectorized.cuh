@@ -22,7 +22,7 @@
 //   - dQ is added to four numbers at a time where the GPU can (atomic_add4: sm_90).
 //
 // The loads of the inner loops stay what they were, as nvcc had merged them. What it cannot do: it does not
-// know that the rows of a tensor start at multiples of 16 bytes. flash.py checks that they do.
+// know that the rows of a tensor start at multiples of 16 bytes. checks.py checks that they do.
 //
 // HBM traffic without caches (hbm, above): as in register_tiles, in a quarter of the requests.
 //

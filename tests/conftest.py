@@ -16,7 +16,8 @@ import torch  # noqa: E402
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from grid import (  # noqa: E402
+from flash_ladder import attention  # noqa: E402
+from flash_ladder.grid import (  # noqa: E402
     GRID,
     cases_for,
     errors,
@@ -26,7 +27,7 @@ from grid import (  # noqa: E402
     type_for,
     wrong,
 )
-from reference import (  # noqa: E402
+from flash_ladder.reference import (  # noqa: E402
     max_error,
     random_gradients,
     random_qkv,
@@ -48,6 +49,12 @@ def pytest_collection_modifyitems(items):
     for item in items:
         if item.path.name not in IN_PIECES:
             item.add_marker(pytest.mark.xdist_group(item.path.name))
+
+
+@pytest.fixture(autouse=True)
+def calls_are_forgotten():
+    """What a test replaces, an earlier one's call may have kept."""
+    attention._calls.clear()
 
 
 DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]

@@ -1,7 +1,6 @@
 """Every backward stage, over the grid of grid.py, against float64. New stages join by being in
 stages/."""
 
-import ctypes
 import math
 import random
 
@@ -23,7 +22,7 @@ from conftest import (
 )
 
 import flash
-from jit import registry
+from flash_ladder import plan, registry
 
 STAGES = flash.stages("bwd")
 BY_NAME = {s.name: s for s in STAGES}
@@ -61,8 +60,8 @@ def run(kernel, q, k, v, do, diagonal=None, scale=None, dlse=None, **tiles):
     name, wanted = kernel
     o, lse = reference(q.double(), k.double(), v.double(), diagonal, scale)
     with poisoned():
-        return flash._backward(q, k, v, o.to(q.dtype), lse.float(), do, dlse, diagonal, scale,
-                               *flash._choose(name, q, "bwd", wanted, **tiles), wanted)
+        return plan.backward(q, k, v, o.to(q.dtype), lse.float(), do, dlse, diagonal, scale,
+                               *plan.choose(name, q, "bwd", wanted, **tiles), wanted)
 
 
 def assert_equal(first, second):
@@ -181,8 +180,8 @@ def test_nan_stays_where_it_belongs(kernel, what, device):
     if what == "q":
         o[1, 2, 7], lse[1, 2, 7] = math.nan, math.nan
     with poisoned():
-        dq, dk, dv = flash._backward(q, k, v, o, lse, do, None, None, None,
-                                     *flash._choose(kernel[0], q, "bwd"), kernel[1])
+        dq, dk, dv = plan.backward(q, k, v, o, lse, do, None, None, None,
+                                     *plan.choose(kernel[0], q, "bwd"), kernel[1])
     assert dq[1, 2, 7].isnan().all() and dk[1, 1].isnan().any() and dv[1, 1].isnan().any()
     dq[1, 2, 7], dk[1, 1], dv[1, 1] = 0, 0, 0
     assert not any(x.isnan().any() for x in (dq, dk, dv))
@@ -196,7 +195,7 @@ def test_nan_in_a_key_that_no_row_sees(kernel, device):
     o, lse = reference(q, k, v, 0)
     k[0, 0, 45, 3] = math.nan
     with poisoned():
-        _, dk, dv = flash._backward(q, k, v, o, lse, do, None, 0, None, *flash._choose(kernel[0], q, "bwd"),
+        _, dk, dv = plan.backward(q, k, v, o, lse, do, None, 0, None, *plan.choose(kernel[0], q, "bwd"),
                                     kernel[1])
     assert (dk[0, 0, 40:] == 0).all() and (dv[0, 0, 40:] == 0).all()
     assert not dk.isnan().any() and not dv.isnan().any()
@@ -205,14 +204,18 @@ def test_nan_in_a_key_that_no_row_sees(kernel, device):
 @pytest.fixture
 def scratch(monkeypatch) -> list[bytes]:
     """What each run on the CPU leaves in its workspace: sums in float, before they are rounded to 16 bits."""
-    left, plain = [], flash._run
+    left, empty = [], torch.empty
 
-    def run_and_look(library, params, device):
-        error = plain(library, params, device)
-        if device.type == "cpu":
-            left.append(ctypes.string_at(params.workspace, library.workspace_bytes(ctypes.byref(params))))
-        return error
-    monkeypatch.setattr(flash, "_run", run_and_look)
+    def run_and_look(of, tensors):
+        kept = []
+        monkeypatch.setattr(torch, "empty", lambda *args, **options: (
+            kept.append(empty(*args, **options)) or kept[-1]))
+        run(of, tensors)
+        monkeypatch.setattr(torch, "empty", empty)
+        if of.device.type == "cpu":
+            left.append(b"".join(x.numpy().tobytes() for x in kept))
+    run = plan.run
+    monkeypatch.setattr(plan, "run", run_and_look)
     return left
 
 
@@ -301,11 +304,11 @@ def test_as_naive(kernel, device):
     """From the O and L that a forward stage leaves, as in training: what the plainest stage makes of them."""
     q, k, v = random_for(kernel, 1, 4, 2, 200, 230, 64, device)
     do, dlse = random_gradients(q)
-    o, lse = flash._forward(q, k, v, 30, None, *flash._choose(None, q))
-    ours = flash._backward(q, k, v, o, lse, do, dlse, 30, None, *flash._choose(kernel[0], q, "bwd"),
+    o, lse = plan.forward(q, k, v, 30, None, *plan.choose(None, q))
+    ours = plan.backward(q, k, v, o, lse, do, dlse, 30, None, *plan.choose(kernel[0], q, "bwd"),
                            kernel[1])
     in_fp32 = [x.float() for x in (q, k, v, o, lse, do, dlse)]
-    naive = flash._backward(*in_fp32, 30, None, *flash._choose("naive", in_fp32[0], "bwd"), False)
+    naive = plan.backward(*in_fp32, 30, None, *plan.choose("naive", in_fp32[0], "bwd"), False)
     allowed = 3e-6 if q.dtype == torch.float32 else 4 * torch.finfo(q.dtype).eps
     for x, y in zip(ours, naive):
         assert max_error(x, y.double()) < allowed * y.abs().max().item()
@@ -314,7 +317,7 @@ def test_as_naive(kernel, device):
 @pytest.mark.parametrize("stage", [s for s in STAGES if s.shared != "0"], ids=lambda s: s.name)
 def test_header_knows_the_shared_memory(stage, monkeypatch):
     """The bytes that the kernels ask for: past Python's check, CUDA names the number."""
-    monkeypatch.setattr(flash, "shared_memory_per_block", lambda device: 10**9)
+    monkeypatch.setattr(plan, "shared_memory_per_block", lambda device: 10**9)
     sizes = [{"Br": n, "Bc": n} for n in (128, 64)]
     tiles = next(tiles for tiles in sizes if not stage._tile_problem(256, 10**9, tiles))
     stated = registry._evaluate(stage.shared, d=256, **tiles)
@@ -346,7 +349,7 @@ def test_runs_on_torchs_stream(kernel):
         o, lse = reference(q, k, v)
         torch.cuda._sleep(100_000_000)
         late.copy_(do)
-        gradients = flash._backward(q, k, v, o, lse, late, None, None, None,
-                                    *flash._choose(kernel[0], q, "bwd"), kernel[1])
+        gradients = plan.backward(q, k, v, o, lse, late, None, None, None,
+                                    *plan.choose(kernel[0], q, "bwd"), kernel[1])
     stream.synchronize()
     check_gradients(gradients, q, k, v, do)

@@ -30,6 +30,7 @@ from conftest import (
 )
 
 import flash
+from flash_ladder import plan
 
 sys.path.insert(0, str(flash.ROOT / "results"))
 import counts  # noqa: E402
@@ -319,9 +320,9 @@ def inspected_backward(stage, q, k, v, diagonal=None, **tiles):
     o, lse = reference(q.double(), k.double(), v.double(), diagonal)
     o, lse = o.to(q.dtype), lse.float()
     do, dlse = random_gradients(q)
-    options = flash._choose(stage, q, "bwd", **tiles)
+    options = plan.choose(stage, q, "bwd", **tiles)
     with flash.inspect() as report:
-        gradients = flash._backward(q, k, v, o, lse, with_gaps(do, 1), dlse, diagonal, None, *options, False)
+        gradients = plan.backward(q, k, v, o, lse, with_gaps(do, 1), dlse, diagonal, None, *options, False)
     if isinstance(stage, str):
         check_gradients(gradients, q, k, v, do, diagonal, None, dlse)
     return report
@@ -897,7 +898,7 @@ def test_picture_of_banks():
         assert len(axes.texts) == 32 and len(axes.get_xticks()) == 32
     assert rows == {"unpadded": 32, "padded": 1}
     access = one_access(run_cost(6, n=4), "shared", "read", "vectors in a column")
-    from simulator import pictures
+    from flash_ladder.simulator import pictures
     assert len(pictures.requests([access]).axes[0].get_yticks()) == access.units == 16
 
 

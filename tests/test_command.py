@@ -9,9 +9,7 @@ import pytest
 import torch
 
 import flash
-import grid
-import ladder
-from jit import registry
+from flash_ladder import command, grid, registry
 
 SMALL = [(1, 2, 1, 40, 50, 16, "bottom"), (1, 1, 1, 9, 9, 8, None), (1, 1, 1, 20, 30, 16, "top")]
 
@@ -25,15 +23,15 @@ def folder(tmp_path, monkeypatch):
 
 @pytest.fixture
 def small_grid(monkeypatch):
-    for module in (grid, ladder):
+    for module in (grid, command):
         monkeypatch.setattr(module, "GRID", SMALL)
-    monkeypatch.setattr(ladder, "WATCHED", SMALL[0])
+    monkeypatch.setattr(command, "WATCHED", SMALL[0])
 
 
 def run(capsys, *argv):
     """(exit status, what was printed, errors)"""
     try:
-        status = ladder.main(list(argv))
+        status = command.main(list(argv))
     except SystemExit as end:
         status = end.code
     return status, *capsys.readouterr()
@@ -179,14 +177,14 @@ def test_check_finds_wrong_gradients(capsys, folder, small_grid):
 def test_check_tries_other_scales(capsys, folder):
     """And all types, tiles of large calls, and determinism on request."""
     stage = flash.stages("bwd")[-1]
-    found = list(ladder.calls(stage, "cpu"))
-    assert {call.scale for call in found} == {None, *ladder.SCALES}
+    found = list(command.calls(stage, "cpu"))
+    assert {call.scale for call in found} == {None, *command.SCALES}
     assert {call.case for call in found} == set(grid.GRID)
     assert {grid.type_for(stage, call.case) for call in found} == set(stage.dtypes)
     assert {call.deterministic for call in found} == {False, stage.deterministic_on_request}
     stage = next(s for s in flash.stages("fwd") if "rows" in s.tile_rules)
     assert any(call.tiles != tuple(stage.default_tiles(call.case[5], 1, bool(call.case[6])).items())
-               for call in ladder.calls(stage, "cpu"))
+               for call in command.calls(stage, "cpu"))
 
 
 @pytest.mark.parametrize("arguments, message", [
@@ -217,5 +215,5 @@ def test_interrupted(capsys, folder, monkeypatch):
 
     def stop(self):
         raise KeyboardInterrupt
-    monkeypatch.setattr(ladder.Call, "run", stop)
+    monkeypatch.setattr(command.Call, "run", stop)
     assert run(capsys, "check", "mine.cuh") == (130, "", "Interrupted.\n")

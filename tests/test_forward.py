@@ -21,6 +21,7 @@ from conftest import (
 )
 
 import flash
+from flash_ladder import plan
 
 BY_NAME = {s.name: s for s in flash.stages("fwd")}
 STAGES = list(BY_NAME)
@@ -39,8 +40,8 @@ def run(stage, q, k, v, mask=None, **options):
     with poisoned():
         if mask == "top":
             scale = options.pop("scale", None)
-            chosen = flash._choose(stage, q, causal=True, **options)
-            return *flash._forward(q, k, v, 0, scale, *chosen), 0
+            chosen = plan.choose(stage, q, causal=True, **options)
+            return *plan.forward(q, k, v, 0, scale, *chosen), 0
         o, lse = flash.attention(q, k, v, causal=mask == "bottom", stage=stage, return_lse=True, **options)
     return o, lse, k.shape[2] - q.shape[2] if mask else None
 

@@ -7,8 +7,8 @@ import re
 import pytest
 
 import flash
-from jit import registry
-from jit.difference import INSTRUCTIONS, Change, changed_lines
+from flash_ladder import registry
+from flash_ladder.difference import INSTRUCTIONS, Change, changed_lines
 
 STAGES = flash.stages()
 COMMON = sorted((flash.STAGES / "common").glob("*.cuh"))

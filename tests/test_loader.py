@@ -1,5 +1,6 @@
 """Builds: after an edit, after an interruption, from two processes at once, with and without compilers."""
 
+import ctypes
 import os
 import shutil
 import signal
@@ -13,9 +14,8 @@ import torch
 from conftest import check, random_qkv
 
 import flash
-import jit.nvcc
-import simulator
-from jit import loader
+import flash_ladder.nvcc
+from flash_ladder import launch, loader, simulator
 
 ROOT = flash.ROOT
 FLASH2 = flash.STAGES / "fwd_04_flash2.cuh"
@@ -29,7 +29,7 @@ def own_build_folder(tmp_path, monkeypatch):
     folder.mkdir()
     (folder / built.parent.name).symlink_to(built.parent)
     monkeypatch.setattr(loader, "BUILD", folder)
-    monkeypatch.setattr(flash, "_libraries", {})
+    monkeypatch.setattr(launch, "_libraries", {})
     return folder
 
 
@@ -172,23 +172,22 @@ def test_paths_with_spaces_and_quotes(tmp_path, mine):
 def test_a_build_folder_that_cannot_be_written(monkeypatch, tmp_path):
     (tmp_path / "file").touch()
     monkeypatch.setattr(loader, "BUILD", tmp_path / "file")
-    monkeypatch.setattr(flash, "_libraries", {})
+    monkeypatch.setattr(launch, "_libraries", {})
     with pytest.raises(RuntimeError, match="cannot write to the build folder .*: set FLASH_BUILD_DIR"):
         flash.attention(*random_qkv(1, 1, 1, 10, 10, 16, "cpu"))
 
 
 @pytest.mark.parametrize("direction", ["fwd", "bwd"])
 def test_params_must_not_drift(direction, monkeypatch):
-    """The parameters stand in flash_fwd.cu or flash_bwd.cu, and in flash.py; a field in only one would shift
+    """The parameters stand in flash_fwd.cu or flash_bwd.cu, and in launch.py; a field in only one would shift
     all others."""
 
-    class Longer(flash._PARAMS[direction]):
-        _fields_ = [("extra", flash.ctypes.c_double)]
+    class Longer(launch.PARAMS[direction]):
+        _fields_ = [("extra", ctypes.c_double)]
 
-    monkeypatch.setitem(flash._PARAMS, direction, Longer)
-    monkeypatch.setattr(flash, "_libraries", {})
-    name = f"{direction.capitalize()}Params"
-    with pytest.raises(RuntimeError, match=f"{name} in flash_{direction}.cu and _{name} in flash.py differ"):
+    monkeypatch.setitem(launch.PARAMS, direction, Longer)
+    monkeypatch.setattr(launch, "_libraries", {})
+    with pytest.raises(RuntimeError, match=f"Longer in flash_{direction}.cu and its twin in launch.py"):
         q, k, v = random_qkv(1, 1, 1, 10, 10, 16, "cpu")
         flash.attention(q.requires_grad_(), k, v).sum().backward()
 
@@ -221,13 +220,13 @@ def nvccs(tmp_path, monkeypatch):
         nvcc.parent.mkdir(parents=True)
         nvcc.write_text(f"#!/bin/sh\necho 'Cuda compilation tools, release {version}, V{version}.1'\n")
         nvcc.chmod(0o755)
-        jit.nvcc._find_nvcc.cache_clear()
+        flash_ladder.nvcc._find_nvcc.cache_clear()
         return nvcc
 
     monkeypatch.setenv("CUDA_HOME", str(tmp_path / "home"))
     monkeypatch.setenv("PATH", str(tmp_path / "path/bin"))
     monkeypatch.setattr(sys, "path", [str(tmp_path / "site")])
-    monkeypatch.setattr(jit.nvcc, "SYSTEM_CUDA", tmp_path / "system")
+    monkeypatch.setattr(flash_ladder.nvcc, "SYSTEM_CUDA", tmp_path / "system")
     return put
 
 

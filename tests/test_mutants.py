@@ -19,6 +19,7 @@ from conftest import (
 )
 
 import flash
+from flash_ladder import plan
 from tutorials.exercises.exercise import inlined
 
 BY_NAME = {s.name: s for s in flash.stages("fwd")}
@@ -313,7 +314,7 @@ CASES = [
 
 def check_forward(path, q, k, v, diagonal) -> None:
     with poisoned():
-        o, lse = flash._forward(q, k, v, diagonal, None, *flash._choose(path, q))
+        o, lse = plan.forward(q, k, v, diagonal, None, *plan.choose(path, q))
     check(o, lse, q, k, v, diagonal)
 
 
@@ -326,8 +327,8 @@ def check_backward(path, q, k, v, diagonal) -> None:
     do, dlse = random_gradients(q)
     dlse[lse == -torch.inf] = -torch.inf
     with poisoned():
-        gradients = flash._backward(q, k, v, o, lse, with_gaps(do, 4), dlse, diagonal, None,
-                                    *flash._choose(path, q, "bwd", **tiles), False)
+        gradients = plan.backward(q, k, v, o, lse, with_gaps(do, 4), dlse, diagonal, None,
+                                    *plan.choose(path, q, "bwd", **tiles), False)
     check_gradients(gradients, q, k, v, do, diagonal, None, dlse)
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import flash
-from jit import loader
+from flash_ladder import loader
 
 try:
     NVCC, WHY_NOT = flash.find_nvcc(), ""

@@ -11,6 +11,7 @@ import bench
 import bench_rungs
 import bench_staircase
 import flash
+from flash_ladder import launch
 
 sys.path.insert(0, str(flash.ROOT / "results"))
 import headers  # noqa: E402
@@ -227,7 +228,7 @@ def test_what_is_built_ahead_is_run(case, monkeypatch, direction, stage):
     build, built = flash.build, []
     monkeypatch.setattr(flash, "build", lambda *call: built.append(build(*call)) or built[-1])
     args, made = case(stage, direction)
-    flash._libraries.clear()
+    launch._libraries.clear()
     bench_rungs.build_all([args], bar()[0], checked=True)
     before = set(built)
     bench_rungs.counted(args, made, *bar())

@@ -23,7 +23,7 @@ import pytest
 import torch
 
 import flash
-from simulator import resolve_addresses
+from flash_ladder.simulator import resolve_addresses
 
 KERNELS = Path(__file__).parent / "kernels"
 ERRORS = KERNELS / "errors.cu"

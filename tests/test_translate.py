@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import flash
-from simulator import TranslationError, translate
+from flash_ladder.simulator import TranslationError, translate
 
 LAUNCHES = Path(__file__).parent / "kernels" / "launches.cu"
 CPU = torch.device("cpu")

@@ -24,15 +24,15 @@ import torch
 from IPython.display import HTML, Image, Markdown, display
 
 import flash
-from jit.difference import SECTION
-from reference import (
+from flash_ladder.difference import SECTION
+from flash_ladder.reference import (
     max_error,
     random_gradients,
     random_qkv,
     reference,
     reference_gradients,
 )
-from simulator.tables import format_bytes
+from flash_ladder.simulator.tables import format_bytes
 from tutorials.figures import DPI
 from tutorials.figures.staircase import staircase as draw_staircase
 

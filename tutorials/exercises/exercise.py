@@ -19,8 +19,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import flash
-from jit.difference import SECTION
-from jit.loader import source_files
+from flash_ladder.difference import SECTION
+from flash_ladder.loader import source_files
 
 WIDTH = 108
 COMMAND = "python -m tutorials.exercises"

@@ -20,7 +20,7 @@ from pathlib import Path
 import torch
 
 import flash
-from reference import (
+from flash_ladder.reference import (
     max_error,
     random_gradients,
     random_qkv,
@@ -28,8 +28,8 @@ from reference import (
     reference,
     reference_gradients,
 )
-from simulator.inspection import Access
-from simulator.tables import format_bytes
+from flash_ladder.simulator.inspection import Access
+from flash_ladder.simulator.tables import format_bytes
 
 from .exercise import COMMAND, Exercise, problem_of
 from .mistakes import Problem, diagnosis

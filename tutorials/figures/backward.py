@@ -6,7 +6,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter
 
-from simulator.tables import format_bytes
+from flash_ladder.simulator.tables import format_bytes
 
 from . import COLOURS, arrow, blank, box, canvas
 

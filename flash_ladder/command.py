@@ -28,13 +28,13 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Table
 from rich.text import Text
 
-import flash
-from grid import GRID, diagonal_of, errors, gradient_errors, poisoned, type_for, wrong
-from jit.difference import SECTION
-from jit.registry import DIRECTIONS
-from reference import random_gradients, random_qkv, reference
+from . import difference, inspection, plan, registry
+from .difference import SECTION
+from .grid import GRID, diagonal_of, errors, gradient_errors, poisoned, type_for, wrong
+from .reference import random_gradients, random_qkv, reference
+from .registry import DIRECTIONS
 
-TYPES = {dtype: name for name, dtype in flash.DTYPES.items()}
+TYPES = {dtype: name for name, dtype in registry.DTYPES.items()}
 COPIED = ("types", "needs", "deterministic", "tiles", "limits", "shared", "workspace", "hbm")
 SCALES = (-0.2, 0.0, 30.0)  # with the third of the grid's cases
 WATCHED = GRID[4]           # under the checker
@@ -86,11 +86,11 @@ def parser() -> argparse.ArgumentParser:
 # ------------------------------------------------------------------------------------------ the ladder
 def show(console: Console) -> int:
     """Print the ladder, and what of it runs on this machine."""
-    device = flash.default_device()
-    console.print(Text(f"Stages on this machine: {flash.describe_device(device)}", style="bold"))
+    device = registry.default_device()
+    console.print(Text(f"Stages on this machine: {registry.describe_device(device)}", style="bold"))
     console.print(tree(device, console.width))
     reasons: dict[str, list[str]] = {}
-    for s in flash.stages():
+    for s in registry.stages():
         if reason := s.available(device).reason:
             reasons.setdefault(reason, []).append(str(s))
     for reason, names in reasons.items():
@@ -101,19 +101,19 @@ def show(console: Console) -> int:
     return 0
 
 
-def taken_by_default(device: torch.device) -> list[flash.Stage]:
+def taken_by_default(device: torch.device) -> list[registry.Stage]:
     """What calls that name no stage take."""
     found = []
     for direction in DIRECTIONS:
         for dtype in TYPES:
             with contextlib.suppress(ValueError, RuntimeError):  # none takes this type, or none runs
-                found.append(flash.find_stage(None, dtype, device, direction))
+                found.append(registry.find_stage(None, dtype, device, direction))
     return found
 
 
 def tree(device: torch.device, width: int) -> Table:
     """Both directions' stages."""
-    drawn = {what: list(branches(flash.stages(direction))) for direction, what in DIRECTIONS.items()}
+    drawn = {what: list(branches(registry.stages(direction))) for direction, what in DIRECTIONS.items()}
     names = max(len(first) + len(s.name) for rows in drawn.values() for s, first, _ in rows)
     widths = [10, 11, 7, 5] if width >= 100 else [5, 7, 7, 5]   # types, needs, default, here
     widths.append(max(width - names - sum(widths) - 2 * len(widths) - 2, 16))
@@ -135,16 +135,16 @@ def tree(device: torch.device, width: int) -> Table:
     return table
 
 
-def branches(ladder: list[flash.Stage]) -> Iterator[tuple[flash.Stage, str, str]]:
+def branches(ladder: list[registry.Stage]) -> Iterator[tuple[registry.Stage, str, str]]:
     """(stage, what stands before its name, what stands below that) from the root on, each branch to its end.
 
     An only child stands below its parent, as in a list; where there are several, the branch lines begin.
     """
-    children: dict[str, list[flash.Stage]] = {}
+    children: dict[str, list[registry.Stage]] = {}
     for s in ladder:
         children.setdefault(s.after, []).append(s)
 
-    def walk(s: flash.Stage, first: str, rest: str) -> Iterator[tuple[flash.Stage, str, str]]:
+    def walk(s: registry.Stage, first: str, rest: str) -> Iterator[tuple[registry.Stage, str, str]]:
         grown = children.get(s.name, [])
         yield s, first, rest + "│  " * (len(grown) > 1)
         if len(grown) == 1:
@@ -162,18 +162,18 @@ def diff(args: argparse.Namespace) -> int:
     if len(args.stages) > 2:
         raise ValueError(f"diff: one stage or two, not {len(args.stages)}")
     asked = [Path(name) if name.endswith(".cuh") else name for name in args.stages]
-    print(flash.diff(*asked, direction="bwd" if args.bwd else None))
+    print(difference.diff(*asked, direction="bwd" if args.bwd else None))
     return 0
 
 
 # ------------------------------------------------------------------------------------------ your own rung
 def write_new(args: argparse.Namespace) -> int:
     direction = "bwd" if args.bwd else "fwd"
-    known = {s.name: s for s in flash.stages(direction)}
+    known = {s.name: s for s in registry.stages(direction)}
     if args.after not in known:
         close = difflib.get_close_matches(args.after, known, n=1)
         other = "fwd" if args.bwd else "bwd"
-        if any(s.name == args.after for s in flash.stages(other)):
+        if any(s.name == args.after for s in registry.stages(other)):
             hint = f" It is a {DIRECTIONS[other]} stage: {'leave out' if args.bwd else 'add'} --bwd."
         else:
             hint = f" Did you mean {close[0]!r}?" if close else ""
@@ -199,11 +199,11 @@ def write_new(args: argparse.Namespace) -> int:
 
 def command(program: str = "flash.py") -> str:
     """As one types it in the current folder."""
-    folder = flash.ROOT
+    folder = registry.ROOT
     return program if folder == Path.cwd() else str(folder / program)
 
 
-def copy_of(stage: flash.Stage, name: str) -> str:
+def copy_of(stage: registry.Stage, name: str) -> str:
     """The file of a stage of one's own: its parent's code and what its header says for the registry."""
     text = stage.path.read_text()
     header = re.match(r"(?://.*\n)*", text)[0]
@@ -226,7 +226,7 @@ def copy_of(stage: flash.Stage, name: str) -> str:
 class Call:
     """One of those that a stage is run with. deterministic: a backward stage, asked to be."""
 
-    stage: flash.Stage
+    stage: registry.Stage
     case: tuple
     device: str
     tiles: tuple[tuple[str, int], ...]
@@ -251,19 +251,19 @@ class Call:
         options = diagonal, self.scale
         if self.stage.direction == "fwd":
             with poisoned():
-                o, lse = flash._forward(q, k, v, *options, self.stage, dict(self.tiles))
+                o, lse = plan.forward(q, k, v, *options, self.stage, dict(self.tiles))
             return wrong(errors(o, lse, q, k, v, *options))
         do, dlse = random_gradients(q)
         o, lse = reference(q.double(), k.double(), v.double(), *options)
         with poisoned():
-            gradients = flash._backward(q, k, v, o.to(q.dtype), lse.float(), do, dlse, *options, self.stage,
+            gradients = plan.backward(q, k, v, o.to(q.dtype), lse.float(), do, dlse, *options, self.stage,
                                         dict(self.tiles), self.deterministic)
         return wrong(gradient_errors(gradients, q, k, v, do, *options, dlse))
 
 
-def calls(stage: flash.Stage, device: str) -> Iterator[Call]:
+def calls(stage: registry.Stage, device: str) -> Iterator[Call]:
     """The grid, each case with the tiles of small and of large calls; and other scales."""
-    shared_memory = flash.shared_memory_per_block(torch.device(device))
+    shared_memory = registry.shared_memory_per_block(torch.device(device))
     for wanted in (False, True)[:1 + stage.deterministic_on_request]:
         for case in GRID:
             sizes = [tuple(stage.tiles(case[5], shared_memory, rows, bool(case[6])).items())
@@ -276,7 +276,7 @@ def calls(stage: flash.Stage, device: str) -> Iterator[Call]:
 
 def check_file(args: argparse.Namespace) -> int:
     """Run the grid over a file, and the checker over one case."""
-    stage = flash.read_stage(args.file, "bwd" if args.bwd else "fwd")
+    stage = registry.read_stage(args.file, "bwd" if args.bwd else "fwd")
     console = Console(soft_wrap=True, highlight=False)
     devices = [device for device in ("cpu", "cuda") if device == "cpu" or torch.cuda.is_available()]
     todo: dict[Call, Callable[[], str]] = {}
@@ -286,9 +286,9 @@ def check_file(args: argparse.Namespace) -> int:
         todo |= {call: call.run for call in calls(stage, device) if runs}
     if not todo:
         raise ValueError(f"check: {stage} runs nowhere on this machine")
-    if inspecting := flash.can_inspect():
+    if inspecting := inspection.can_inspect():
         case = WATCHED
-        tiles = stage.tiles(case[5], flash.shared_memory_per_block(torch.device("cpu")), 1, bool(case[6]))
+        tiles = stage.tiles(case[5], registry.shared_memory_per_block(torch.device("cpu")), 1, bool(case[6]))
         call = Call(stage, case, "cpu", tuple(tiles.items()))
     columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn()
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
@@ -315,11 +315,11 @@ def tried(run: Callable[[], str]) -> str:
 
 def watched(call: Call) -> str:
     """What the checker finds."""
-    with flash.inspect() as report:
+    with inspection.inspect() as report:
         problem = tried(call.run)
     return "\n".join(map(str, report.findings)) or problem
 
 
-def failed(console: Console, stage: flash.Stage, problem: str, call: Call) -> int:
+def failed(console: Console, stage: registry.Stage, problem: str, call: Call) -> int:
     console.print(f"[bold red]failed[/]: {escape(problem)}\nin the call {call}")
     return 1

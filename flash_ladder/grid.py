@@ -6,8 +6,8 @@ import contextlib
 
 import torch
 
-import flash
-from reference import max_error, recomputed_gradients, reference, reference_gradients
+from .reference import max_error, recomputed_gradients, reference, reference_gradients
+from .registry import stages
 
 # B, H, H_kv, N_q, N_k, d, mask; N around and between the multiples of the tiles. "bottom": the last query
 # sees the last key (attention's causal); "top": query i sees key j <= i (scaled_dot_product_attention's).
@@ -33,7 +33,7 @@ THIN = [GRID[n] for n in (0, 2, 4, 6, 8)]
 
 def is_end(stage) -> bool:
     """Whether a stage is an end of a branch: a root, a fork or a leaf of the ladder. One's own file is."""
-    children = [s for s in flash.stages(stage.direction) if s.after == stage.name]
+    children = [s for s in stages(stage.direction) if s.after == stage.name]
     return not stage.after or len(children) != 1 or not stage.number
 
 

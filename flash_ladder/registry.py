@@ -6,6 +6,7 @@ import difflib
 import functools
 import math
 import operator
+import os
 import re
 import warnings
 from collections.abc import Iterable, Iterator
@@ -14,7 +15,7 @@ from pathlib import Path
 
 import torch
 
-import simulator
+from flash_ladder import simulator
 
 from .nvcc import find_nvcc
 
@@ -454,6 +455,14 @@ def _named(name: str, direction: str) -> Stage:
 
 def default_device() -> torch.device:
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def describe_device(device: torch.device) -> str:
+    if device.type == "cuda":
+        major, minor = torch.cuda.get_device_capability(device)
+        name = torch.cuda.get_device_name(device)
+        return f"{name} (sm_{major}{minor}), CUDA {torch.version.cuda}, PyTorch {torch.__version__}"
+    return f"CPU, in the simulator ({os.cpu_count()} cores), PyTorch {torch.__version__}"
 
 
 def shared_memory_per_block(device: torch.device) -> int:

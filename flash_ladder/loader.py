@@ -13,9 +13,8 @@ import sys
 from pathlib import Path
 
 import torch
-from torch.utils import cpp_extension
 
-import simulator
+from flash_ladder import simulator
 
 from .nvcc import find_nvcc, nvcc_version
 from .registry import ROOT, STAGES
@@ -115,8 +114,7 @@ def _build_for_gpu(name: str, files: list[Path], macros: dict[str, str | Path], 
              "-U__CUDA_NO_HALF2_OPERATORS__", "-U__CUDA_NO_BFLOAT16_CONVERSIONS__",
              *(["-G"] if debug() else ["-O3"])]
     name = _name(f"{name}_sm{arch}", files, macros, flags, str(nvcc), nvcc_version(nvcc), torch.__version__)
-    cpp_extension.CUDA_HOME = str(nvcc.parent.parent)
-    return _build(name, lambda: [files[0]], macros, cuda_cflags=flags,
+    return _build(name, lambda: [files[0]], macros, cuda_cflags=flags, cuda_home=nvcc.parent.parent,
                   ldflags=[f"-L{_linkable_cudart(nvcc.parent.parent)}"])
 
 
@@ -143,10 +141,19 @@ def _linkable_cudart(cuda_home: Path) -> Path:
 
 
 def _is_built(name: str) -> bool:
-    return (BUILD / name / "done").exists()
+    """Whether the library is there, as it was when it was done: not cut short, say by a full disk."""
+    try:
+        return (BUILD / name / "done").read_text() == _fingerprint(BUILD / name / f"{name}.so")
+    except (FileNotFoundError, NotADirectoryError):
+        return False
 
 
-def _build(name: str, sources, macros: dict[str, str | Path], cflags=(), cuda_cflags=(), ldflags=()) -> Path:
+def _fingerprint(file: Path) -> str:
+    return hashlib.sha256(file.read_bytes()).hexdigest()
+
+
+def _build(name: str, sources, macros: dict[str, str | Path], cflags=(), cuda_cflags=(), ldflags=(),
+           cuda_home: Path | None = None) -> Path:
     """Compile and link `sources()` to build/<name>/<name>.so with torch's cpp_extension, unless it is there.
 
     Safe beside another process that builds the same, and after a build that was interrupted: our lock is the
@@ -171,7 +178,13 @@ def _build(name: str, sources, macros: dict[str, str | Path], cflags=(), cuda_cf
         fcntl.flock(lock, fcntl.LOCK_EX)
         if _is_built(name):
             return library
+        from torch.utils import cpp_extension  # a tenth of a second, for those who build
+
+        if cuda_home:
+            cpp_extension.CUDA_HOME = str(cuda_home)
         (folder / "lock").unlink(missing_ok=True)
+        for file in (folder / "done", library):  # a new file: another process may have mapped the old one
+            file.unlink(missing_ok=True)
         cpp_extension.JIT_EXTENSION_VERSIONER.entries.pop(name, None)  # else a failed build counts as done
         files = [str(file) for file in sources()]
         defines = [f'-D{macro}="{value}"' if isinstance(value, Path) else f"-D{macro}={value}"
@@ -184,7 +197,7 @@ def _build(name: str, sources, macros: dict[str, str | Path], cflags=(), cuda_cf
         except (RuntimeError, OSError, subprocess.CalledProcessError) as error:
             message = f"{error}\n{error.__cause__ or ''}"  # of a library that cannot be loaded
             raise RuntimeError(_compile_error(name, message)) from None
-        (folder / "done").touch()
+        (folder / "done").write_text(_fingerprint(library))
     return library
 
 

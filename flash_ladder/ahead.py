@@ -1,0 +1,112 @@
+"""Building ahead of time, several kernels at once: flash.compile(), and a call's variants on a GPU."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import contextlib
+import os
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+import torch
+
+from .checks import MAX_HEAD_DIM, as_bool
+from .launch import definitions
+from .loader import build
+from .registry import ROOT, Stage, default_device, find_stage, shared_memory_per_block
+
+ROWS = [1 << power for power in range(0, 48)]  # B * H * N_q: all that a rule for tiles can tell apart
+
+Job = tuple  # the arguments of build()
+
+
+def variants(stage: Stage, d: int, device: torch.device, causal: bool) -> list[dict[str, int]]:
+    """The tile sizes that calls without any get, over all sizes of a call."""
+    found: list[dict[str, int]] = []
+    for rows in ROWS:
+        tiles = stage.tiles(d, shared_memory_per_block(device), rows, causal)
+        if tiles not in found:
+            found.append(tiles)
+    return found
+
+
+def job(stage: Stage, dtype: torch.dtype, d: int, causal: bool, tiles: dict[str, int], device: torch.device,
+        deterministic: bool = False, negative_scale: bool = False) -> Job:
+    """What build() is called with for a stage."""
+    macros = definitions(stage, dtype, d, causal, tiles, deterministic, negative_scale)
+    return (ROOT / f"flash_{stage.direction}.cu", device, macros, f"{stage.direction}_{stage.name}")
+
+
+def build_all(jobs: Iterable[Job], done: Callable[[], None] = lambda: None) -> list[Path]:
+    """Compile all of them, as many at a time as there are cores.
+
+    done: called after each.
+    Returns:
+        The libraries' paths, in the jobs' order.
+    Raises:
+        RuntimeError: the first one that a build raised, when all have ended.
+    """
+    with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
+        builds = [pool.submit(build, *one) for one in jobs]
+        try:
+            for _ in concurrent.futures.as_completed(builds):
+                done()
+        except KeyboardInterrupt:
+            pool.shutdown(cancel_futures=True)
+            raise
+        return [one.result() for one in builds]
+
+
+_built: set[tuple] = set()
+
+
+def build_variants(stage: Stage, dtype: torch.dtype, d: int, causal: bool, device: torch.device,
+                   deterministic: bool, negative_scale: bool) -> None:
+    """Compile a stage for all the tiles that its rules know, once in a process: so that no later call of
+    another size has to wait for a compiler. An error comes again, in the call that it is for."""
+    key = (stage, dtype, d, causal, device, deterministic, negative_scale)
+    if key not in _built:
+        _built.add(key)
+        with contextlib.suppress(RuntimeError):
+            build_all(job(stage, dtype, d, causal, tiles, device, deterministic, negative_scale)
+                      for tiles in variants(stage, d, device, causal))
+
+
+def compile(d: int, dtype: torch.dtype = torch.float32, *, causal: bool | None = None,
+            stage: str | Path | Stage | None = None, backward: str | Path | Stage | None = None,
+            gradients: bool = True, deterministic: bool = False,
+            device: torch.device | str | None = None) -> list[Path]:
+    """Build what attention() would build at its first call, with a progress bar: for all sizes of a call.
+
+        flash.compile(64, torch.bfloat16)      # head dimension 64: both masks, forward and backward
+
+    Args:
+        d: head dimension.
+        dtype: of q, k and v.
+        causal: with the mask, without it, or None for both.
+        stage, backward, deterministic: as for attention().
+        gradients: the backward stage, too.
+        device: default: the GPU if there is one, else the CPU.
+    Returns:
+        The paths of the libraries.
+    Raises:
+        ValueError: for arguments that do not fit.
+        RuntimeError: if a stage cannot be built or run here.
+    """
+    from rich.console import Console
+    from rich.progress import Progress
+
+    if not isinstance(d, int) or not 0 < d <= MAX_HEAD_DIM or d % 8:
+        raise ValueError(f"d must be a multiple of 8 up to {MAX_HEAD_DIM}, not {d!r}")
+    masks = (False, True) if causal is None else (as_bool("causal", causal),)
+    device = default_device() if device is None else torch.device(device)
+    if device.type == "cuda" and device.index is None:
+        device = torch.device("cuda", torch.cuda.current_device())
+    asked = [(stage, "fwd"), *[(backward, "bwd")] * as_bool("gradients", gradients)]
+    jobs = [job(found, dtype, d, mask, tiles, device, deterministic)
+            for name, direction in asked
+            for found in [find_stage(name, dtype, device, direction, deterministic, d)]
+            for mask in masks for tiles in variants(found, d, device, mask)]
+    with Progress(console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("building", total=len(jobs))
+        return build_all(jobs, lambda: bar.advance(task))

@@ -1,0 +1,248 @@
+"""flash.attention() and flash.scaled_dot_product_attention(): check, plan, launch.
+
+What the check and the choice of stages come to is kept as a Call, by a key of everything that they looked at.
+The next call with the same key looks at addresses only, and launches.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from .ahead import build_variants
+from .checks import as_bool, as_scale, check_dimensions, check_tensors
+from .inspection import current_report
+from .launch import stage_files
+from .loader import debug
+from .operators import Call, as_text, has_dispatch, is_plain, of_text
+from .plan import choose, forward_outputs, keep, plan_for
+from .registry import Stage, find_stage
+
+
+def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool = False,
+              scale: float | None = None, stage: str | Path | Stage | None = None,
+              backward: str | Path | Stage | None = None, return_lse: bool = False,
+              deterministic: bool | None = None, **tiles: int):
+    """softmax(scale * q k^T) v, by one stage of the ladder (FlashAttention-2, arXiv 2307.08691, section 2).
+
+    Differentiable, once: the gradients of q, k and v come from a backward stage, for a loss of o, of L or of
+    both. torch.compile, torch.export and torch.utils.checkpoint go through it, torch.func's transforms do
+    not. Under torch.autocast, q, k and v are converted to its type, and o has it; or to float32, if a stage
+    that you name does not take it, or none that takes it runs here.
+
+    Args:
+        q: (B, H, N_q, d), float32, float16 or bfloat16; d a multiple of 8 up to 256.
+        k, v: (B, H_kv, N_k, d), H a multiple of H_kv: query head h reads head h // (H // H_kv). All three:
+            same type and device; the last dimension contiguous, other strides any, but rows start at
+            multiples of 16 bytes.
+        causal: the last query sees the last key, as in FlashAttention: query i sees key j <= i + N_k - N_q.
+        scale: default 1 / sqrt(d).
+        stage: a name (see `stages()`), the pathlib.Path of a .cuh file of your own, or None for the best that
+            runs here.
+        backward: the backward stage, likewise.
+        return_lse: also return L.
+        deterministic: True: only stages that give the same bits every run; with stage=None or backward=None
+            the best of those. False: any. None: as torch.use_deterministic_algorithms() says at this call.
+        tiles: Br and Bc, the rows of a tile of q, and of k and v; Br_bwd and Bc_bwd, those of the backward
+            stage. Default: as the stage's header says, or smaller where the device has too little shared
+            memory for that.
+    Returns:
+        o, or (o, L). o: like q. L: (B, H, N_q) float32, the natural log of the row's sum of
+        exp(scaled, masked score). A query that sees no key has o = 0, L = -inf, and no gradient.
+    Raises:
+        ValueError: for arguments that do not fit, saying which and what would. What concerns the backward
+            pass is checked here, too, if a gradient is needed, or the call has an argument for it.
+        RuntimeError: if the stage cannot be built or run here, for errors of the kernel, and for stages that
+            torch.use_deterministic_algorithms() forbids.
+
+    The gradients are like q, k and v. That of o is copied if its rows are not as q's must be.
+    """
+    o, lse = _attend(q, k, v, "causal", causal, scale, stage, backward, deterministic, tiles)
+    return (o, lse) if return_lse else o
+
+
+def scaled_dot_product_attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attn_mask=None,
+                                 dropout_p: float = 0.0, is_causal: bool = False, *,
+                                 scale: float | None = None, enable_gqa: bool = False,
+                                 stage: str | Path | Stage | None = None,
+                                 backward: str | Path | Stage | None = None,
+                                 deterministic: bool | None = None) -> torch.Tensor:
+    """torch.nn.functional's function of this name, with its is_causal: query i sees key j <= i (top-left).
+
+    Shapes, types, stages, gradients and errors as for `attention`.
+
+    Raises:
+        ValueError: also for attn_mask and dropout_p, which no stage supports.
+    """
+    if attn_mask is not None:
+        raise ValueError("attn_mask: the stages know no mask but is_causal")
+    if dropout_p != 0.0:
+        raise ValueError("dropout_p: the stages know no dropout; pass 0.0")
+    return _attend(query, key, value, "is_causal", is_causal, scale, stage, backward, deterministic, {},
+                   "any" if enable_gqa else "equal")[0]
+
+
+NAMES = {"causal": ("q", "k", "v"), "is_causal": ("query", "key", "value")}  # by the mask's argument
+TILES = ("Br", "Bc", "Br_bwd", "Bc_bwd")
+_calls: dict[tuple, Call] = {}
+
+
+def _attend(q, k, v, mask: str, causal: bool, scale: float | None, stage, backward,
+            deterministic: bool | None, tiles: dict[str, int], heads: str = "any"):
+    """(o, L). mask: the name of the argument `causal`, which says how the mask is aligned. heads: "any"
+    multiple of k's, or "equal" ones."""
+    if torch.compiler.is_compiling():
+        return _traced(q, k, v, mask, causal, scale, stage, backward, deterministic, tiles, heads)
+    if isinstance(stage, Path):
+        stage = stage.absolute()
+    if isinstance(backward, Path):
+        backward = backward.absolute()
+    key = _key(q, k, v, mask, causal, scale, stage, backward, deterministic, tiles, heads)
+    call = _calls.get(key) if key else None
+    if call and call.is_current():
+        if call.dtype:
+            q, k, v = q.to(call.dtype), k.to(call.dtype), v.to(call.dtype)
+        at_q, at_k, at_v = q.data_ptr(), k.data_ptr(), v.data_ptr()
+        if at_q and at_k and at_v and not (at_q | at_k | at_v) % 16:
+            return call.run(q, k, v)
+    return _check_and_run(key, q, k, v, mask, causal, scale, stage, backward, deterministic, tiles, heads)
+
+
+def _key(q, k, v, mask, causal, scale, stage, backward, deterministic, tiles, heads) -> tuple | None:
+    """All that the check and the choice of stages depend on, but addresses; None where they must be anew."""
+    if not (type(causal) is bool and (scale is None or type(scale) is float)
+            and (deterministic is None or type(deterministic) is bool) and current_report() is None):
+        return None
+    try:
+        if (not is_plain(q, k, v) or q.is_neg() or k.is_neg() or v.is_neg()
+                or torch.is_deterministic_algorithms_warn_only_enabled()):  # a warning in each call
+            return None
+        device = q.device
+        key = (mask, causal, scale, stage, backward, deterministic, heads, debug(),
+               q.shape, q.stride(), q.dtype, device, k.shape, k.stride(), k.dtype, k.device,
+               v.shape, v.stride(), v.dtype, v.device,
+               torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad),
+               torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None,
+               torch.are_deterministic_algorithms_enabled())
+        if tiles:
+            key += tuple((name, size, type(size)) for name, size in tiles.items())
+        hash(key)
+    except (AttributeError, RuntimeError, TypeError):  # of what is no tensor, or has no strides
+        return None
+    return key
+
+
+def _check_and_run(key: tuple | None, q, k, v, mask, causal, scale, stage, backward, deterministic, tiles,
+                   heads):
+    """(o, L), by a Call that is kept for the key. Checks the arguments, those of the backward pass, too."""
+    names = NAMES[mask]
+    check_dimensions(q, k, v, names)
+    if torch._C._are_functorch_transforms_active():
+        raise ValueError("flash.attention() does not take part in torch.func's transforms (grad, vmap, jvp "
+                         "and so on): use torch.autograd.grad, and a batch dimension of q, k and v")
+    if torch.jit.is_tracing():
+        raise ValueError("flash.attention() cannot be traced by torch.jit.trace: use torch.export or "
+                         "torch.compile")
+    q, k, v = (x.resolve_neg() for x in (q, k, v))
+    dtype = q.dtype
+    q, k, v = _autocast(q, k, v, stage, backward)
+    converted = q.dtype if q.dtype != dtype else None
+    operator = has_dispatch(q, k, v)
+    check_tensors(q, k, v, names, traced=operator)
+    _check_heads(q, k, heads)
+    diagonal = _diagonal(q, k, mask, causal)
+    if deterministic is not None:
+        deterministic = as_bool("deterministic", deterministic)
+    forward_tiles, backward_tiles = _split(tiles)
+    scale = as_scale(scale, q.shape[3])
+    stage, forward_tiles = choose(stage, q, "fwd", deterministic, causal, **forward_tiles)
+    gradients = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
+    chosen = None
+    if gradients or backward is not None or backward_tiles:
+        backward, sizes = choose(backward, q, "bwd", deterministic, causal, **backward_tiles)
+        # as torch.use_deterministic_algorithms() says now: it may not in the backward pass
+        wanted = torch.are_deterministic_algorithms_enabled() if deterministic is None else deterministic
+        chosen = backward, sizes, wanted and backward.can_be_deterministic
+    if operator:
+        sizes = chosen[1] if chosen else {}
+        return torch.ops.flash.forward(
+            q, k, v, diagonal, scale, as_text(stage), as_text(backward), deterministic, forward_tiles["Br"],
+            forward_tiles["Bc"], sizes.get("Br"), sizes.get("Bc"))
+    if q.device.type == "cuda" and not tiles:
+        build_variants(stage, q.dtype, q.shape[3], causal, q.device, False, scale < 0)
+        if gradients:
+            build_variants(backward, q.dtype, q.shape[3], causal, q.device, chosen[2], scale < 0)
+    like_outputs = dict(zip("OL", forward_outputs(q, "meta")))
+    plan = plan_for(stage, forward_tiles, False, diagonal, scale, {"Q": q, "K": k, "V": v} | like_outputs)
+    call = Call(plan, diagonal, scale, chosen if gradients else None,
+                stage_files(backward) if gradients else None, converted)
+    if key:
+        keep(_calls, key, call)
+    return call.run(q, k, v)
+
+
+def _traced(q, k, v, mask, causal, scale, stage, backward, deterministic, tiles, heads):
+    """The same under torch.compile and torch.export: the operator checks what cannot be traced."""
+    q, k, v = _autocast(q, k, v, stage, backward)
+    check_dimensions(q, k, v, NAMES[mask])
+    _check_heads(q, k, heads)
+    forward_tiles, backward_tiles = _split(tiles)
+    if deterministic is not None:
+        deterministic = as_bool("deterministic", deterministic)
+    return torch.ops.flash.forward(
+        q, k, v, _diagonal(q, k, mask, causal), scale, as_text(stage), as_text(backward), deterministic,
+        forward_tiles.get("Br"), forward_tiles.get("Bc"), backward_tiles.get("Br"), backward_tiles.get("Bc"))
+
+
+def _check_heads(q, k, heads: str) -> None:
+    if heads == "equal" and q.shape[1] != k.shape[1]:
+        raise ValueError(f"query has {q.shape[1]} heads and key {k.shape[1]}: pass enable_gqa=True")
+
+
+def _diagonal(q, k, mask: str, causal: bool) -> int | None:
+    """Query i sees key j <= i + this; None: all of them."""
+    if not as_bool(mask, causal):
+        return None
+    return k.shape[2] - q.shape[2] if mask == "causal" else 0
+
+
+def _split(tiles: dict[str, int]) -> tuple[dict[str, int], dict[str, int]]:
+    """The forward stage's and the backward stage's."""
+    for name in tiles:
+        if name not in TILES:
+            raise ValueError(f"{name}: attention() has no such argument; "
+                             "tile sizes are Br, Bc, Br_bwd, Bc_bwd")
+    return ({name: size for name, size in tiles.items() if not name.endswith("_bwd")},
+            {name[:-4]: size for name, size in tiles.items() if name.endswith("_bwd")})
+
+
+def _autocast(q, k, v, stage, backward):
+    """q, k and v, under torch.autocast in the type that it asks for."""
+    tensors = q, k, v
+    if not all(isinstance(x, torch.Tensor) and x.device.type in ("cpu", "cuda") for x in tensors):
+        return tensors
+    device = q.device.type
+    if not torch.is_autocast_enabled(device):
+        return tensors
+    gradients = backward is not None or (
+        torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad))
+    dtype = _autocast_type(device, torch.get_autocast_dtype(device), as_text(stage), as_text(backward),
+                           gradients)
+    return [x.to(dtype) if x.dtype in (torch.float32, torch.float16, torch.bfloat16) else x for x in tensors]
+
+
+def _autocast_type(device: str, dtype: torch.dtype, stage: str | None, backward: str | None,
+                   gradients: bool) -> torch.dtype:
+    """Autocast's type, or float32 if a stage that the call names does not take it, or none that runs here."""
+    for direction, name in [("fwd", stage), *[("bwd", backward)] * gradients]:
+        try:
+            find_stage(of_text(name), dtype, torch.device(device), direction)
+        except (ValueError, RuntimeError):
+            return torch.float32
+    return dtype
+
+
+# torch.compile need not look into the registry. torch.compiler.assume_constant_result() does just this, but
+# imports torch._dynamo, which takes seconds.
+_autocast_type._dynamo_marked_constant = True

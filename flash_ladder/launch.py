@@ -1,0 +1,117 @@
+"""The library of a stage: compiled, loaded, and handed the twins of FwdParams and BwdParams."""
+
+from __future__ import annotations
+
+import ctypes
+import time
+from pathlib import Path
+
+import torch
+
+from .inspection import current_report
+from .loader import build, debug, source_files
+from .registry import ROOT, STAGES, Stage
+
+ELEMENTS = {torch.float32: "float", torch.float16: "__half", torch.bfloat16: "__nv_bfloat16"}   # in CUDA
+LOOK_AGAIN = 0.1  # seconds: so long after an edit, at the latest, a stage is compiled anew
+
+
+class Tensor(ctypes.Structure):
+    """struct Tensor of stages/common/tensor.cuh."""
+
+    _fields_ = [("data", ctypes.c_void_p), *((f"stride_{x}", ctypes.c_int64) for x in "bhn")]
+
+
+_SIZES = [*((x, ctypes.c_int) for x in ("B", "H", "H_kv", "N_q", "N_k", "diagonal")),
+          ("scale", ctypes.c_float)]
+
+
+class FwdParams(ctypes.Structure):
+    """struct FwdParams of flash_fwd.cu."""
+
+    _fields_ = [*((x, Tensor) for x in ("Q", "K", "V", "O")),
+                *((x, ctypes.c_void_p) for x in ("L", "workspace")), *_SIZES]
+
+
+class BwdParams(ctypes.Structure):
+    """struct BwdParams of flash_bwd.cu."""
+
+    _fields_ = [*((x, Tensor) for x in ("Q", "K", "V", "O", "dO", "dQ", "dK", "dV")),
+                *((x, ctypes.c_void_p) for x in ("L", "dL", "workspace")), *_SIZES]
+
+
+PARAMS = {"fwd": FwdParams, "bwd": BwdParams}
+
+
+class Files:
+    """Files, as they are now."""
+
+    def __init__(self, files: list[Path]):
+        self._times = {file: file.stat().st_mtime_ns for file in files}
+        self._look_at = time.monotonic() + LOOK_AGAIN
+
+    def are_unchanged(self) -> bool:
+        """Whether their times are the same; looks every LOOK_AGAIN seconds."""
+        now = time.monotonic()
+        if now < self._look_at:
+            return True
+        try:
+            unchanged = all(file.stat().st_mtime_ns == then for file, then in self._times.items())
+        except FileNotFoundError:
+            return False
+        if unchanged:
+            self._look_at = now + LOOK_AGAIN
+        return unchanged
+
+
+def stage_files(stage: Stage) -> Files:
+    """All that a stage is compiled from; and its folder, since where none is named a new one may be taken."""
+    return Files([*source_files(ROOT / f"flash_{stage.direction}.cu", stage.path), STAGES])
+
+
+class Library:
+    """A stage compiled for a device and certain macros.
+
+    run(params, stream) launches it, and returns null or what went wrong; workspace_bytes(params) says how
+    much scratch memory it wants. Both take the address of a FwdParams or BwdParams.
+    """
+
+    def __init__(self, stage: Stage, macros: dict[str, str | Path], device: torch.device):
+        entry, struct = f"flash_{stage.direction}", PARAMS[stage.direction]
+        source = ROOT / f"{entry}.cu"
+        self.files = stage_files(stage)  # before they are read
+        name = f"{stage.direction}_{stage.name}"
+        library = ctypes.CDLL(str(build(source, device, macros, name, current_report() is not None)))
+        self.run, self.workspace_bytes = library[entry], library[f"{entry}_workspace_bytes"]
+        self.run.restype, self.run.argtypes = ctypes.c_char_p, [ctypes.c_void_p, ctypes.c_void_p]
+        params_bytes = library[f"{entry}_params_bytes"]
+        self.workspace_bytes.restype = params_bytes.restype = ctypes.c_size_t
+        self.workspace_bytes.argtypes = [ctypes.c_void_p]
+        if params_bytes() != ctypes.sizeof(struct):
+            raise RuntimeError(f"{struct.__name__} in {source.name} and its twin in launch.py differ: "
+                               "make them the same")
+
+
+_libraries: dict[tuple, Library] = {}  # by stage's file, macros, target, debug, checker
+
+
+def load(stage: Stage, macros: dict[str, str | Path], device: torch.device) -> Library:
+    """The stage compiled for a device; compiled anew if its files have changed."""
+    target = torch.cuda.get_device_capability(device) if device.type == "cuda" else "cpu"
+    report = current_report()
+    key = (stage.path, tuple(macros.items()), target, debug(), report and report.runtime)
+    library = _libraries.get(key)
+    if library is None or not library.files.are_unchanged():
+        library = _libraries[key] = Library(stage, macros, device)
+    return library
+
+
+def definitions(stage: Stage, dtype: torch.dtype, d: int, causal: bool, tiles: dict[str, int],
+                deterministic: bool = False, negative_scale: bool = False) -> dict[str, str | Path]:
+    """The macros that flash_fwd.cu or flash_bwd.cu is compiled with; a path stands for a file to include."""
+    macros = {"STAGE_FILE": stage.path, "ELEMENT": ELEMENTS[dtype], "HEAD_DIM": str(d),
+              "CAUSAL": str(int(causal)), "NEGATIVE_SCALE": str(int(negative_scale)),
+              "BLOCK_R": str(tiles["Br"]), "BLOCK_C": str(tiles["Bc"])}
+    if stage.direction == "bwd":
+        macros["DETERMINISTIC"] = str(int(deterministic and stage.deterministic_on_request))
+    return macros
