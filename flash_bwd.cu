@@ -73,6 +73,10 @@ extern "C" size_t flash_bwd_workspace_bytes(const BwdParams* p) { return workspa
 
 // Returns null, or what went wrong.
 extern "C" const char* flash_bwd(const BwdParams* p, cudaStream_t stream) {
-  const cudaError_t error = launch(*p, stream);
-  return error == cudaSuccess ? nullptr : cudaGetErrorString(error);
+  cudaGetLastError();                                     // one that somebody left is not this call's
+  cudaError_t error = launch(*p, stream);
+  if (error == cudaSuccess) error = cudaGetLastError();   // one that launch() did not look for
+  const char* text = error == cudaSuccess ? nullptr : cudaGetErrorString(error);
+  cudaGetLastError();                                     // one that launch() returned, but left pending
+  return text;
 }

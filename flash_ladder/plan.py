@@ -94,7 +94,7 @@ class Plan:
         else:
             with torch.cuda.device(device):
                 error = self.library.run(words, torch.cuda.current_stream(device).cuda_stream)
-        if error:
+        if error is not None:
             raise RuntimeError(f"{self.stage}: {simulator.resolve_addresses(error.decode())}")
 
     def inspect(self, report, *tensors: torch.Tensor | None) -> None:
@@ -114,7 +114,7 @@ class Plan:
                 setattr(params, name, address if name in VECTORS else Tensor(address, *at[name].stride()[:3]))
             params.workspace = at[self.stage.workspace].data_ptr()
             error = self.library.run(ctypes.byref(params), None)
-        if error:
+        if error is not None:
             raise RuntimeError(f"{self.stage}: {simulator.resolve_addresses(error.decode())}")
         q, k = named["Q"], named["K"]
         diagonal = params.diagonal if self._macros["CAUSAL"] == "1" else None

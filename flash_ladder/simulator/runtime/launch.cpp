@@ -23,6 +23,7 @@ namespace sim {
 
 static thread_local cudaError_t pending = cudaSuccess;
 static thread_local std::string report;                        // of the last error of this thread
+static thread_local bool reported;                             // that error is of the call under way
 static std::mutex mutex;                                       // guards what follows
 static std::unordered_map<const void*, int> opted_in_shared;   // cudaFuncSetAttribute, by kernel
 static std::vector<Worker*> idle_workers;                      // kept for their stacks
@@ -35,6 +36,7 @@ bool interrupted() { return stop_requested.load(std::memory_order_relaxed); }
 static void set_error(cudaError_t error, const std::string& text) {
   pending = error;
   report = text;
+  reported = true;
 }
 
 // -------------------------------------------------------------------------------- signals
@@ -343,12 +345,17 @@ extern "C" cudaError_t sim_peek_error() { return pending; }
 
 extern "C" cudaError_t sim_take_error() {
   const cudaError_t error = pending;
+  if (error == cudaSuccess) reported = false;
   pending = cudaSuccess;
   return error;
 }
 
 extern "C" const char* sim_error_text(cudaError_t error) {
-  return error == cudaSuccess ? "no error" : report.c_str();
+  if (error == cudaSuccess) return "no error";
+  if (!reported)
+    report = "launch() returned error " + std::to_string(error) +
+             ", which no kernel and no call of CUDA's gave it";
+  return report.c_str();
 }
 
 }  // namespace sim
