@@ -16,7 +16,7 @@ from .inspection import current_report
 from .launch import stage_files
 from .loader import debug
 from .operators import Call, as_text, has_dispatch, is_plain, of_text
-from .plan import choose, forward_outputs, keep, plan_for
+from .plan import choose, keep, plan_for
 from .registry import Stage, find_stage
 
 
@@ -173,8 +173,8 @@ def _check_and_run(key: tuple | None, q, k, v, mask, causal, scale, stage, backw
         build_variants(stage, q.dtype, q.shape[3], causal, q.device, False, scale < 0)
         if gradients:
             build_variants(backward, q.dtype, q.shape[3], causal, q.device, chosen[2], scale < 0)
-    like_outputs = dict(zip("OL", forward_outputs(q, "meta")))
-    plan = plan_for(stage, forward_tiles, False, diagonal, scale, {"Q": q, "K": k, "V": v} | like_outputs)
+    o = q.detach().to("meta")  # the layout that empty_like() gives it, without memory
+    plan = plan_for(stage, forward_tiles, False, diagonal, scale, {"Q": q, "K": k, "V": v, "O": o})
     call = Call(plan, diagonal, scale, chosen if gradients else None,
                 stage_files(backward) if gradients else None, converted)
     if key:

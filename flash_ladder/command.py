@@ -301,7 +301,8 @@ def check_file(args: argparse.Namespace) -> int:
             return failed(console, stage, problem, call)
     where = " and ".join({"cpu": "the simulator", "cuda": "the GPU"}[d] for d in devices)
     checked = ", and the checker found nothing" if inspecting else f"; no checker: {inspecting}"
-    console.print(f"[bold green]ok[/]: {stage} is right in {len(todo)} call{'s' * (len(todo) != 1)}, in {where}{escape(checked)}.")
+    number = "1 call" if len(todo) == 1 else f"{len(todo)} calls"
+    console.print(f"[bold green]ok[/]: {stage} is right in {number}, in {where}{escape(checked)}.")
     return 0
 
 

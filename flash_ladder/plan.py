@@ -125,17 +125,16 @@ class Plan:
 _plans: dict[tuple, Plan] = {}
 
 
-def layout(x: torch.Tensor | None) -> tuple | None:
-    """What a plan depends on of a tensor, beside type and device."""
-    return None if x is None else (x.shape, x.stride())
-
-
 def plan_for(stage: Stage, tiles: dict[str, int], deterministic: bool, diagonal: int | None, scale: float,
              tensors: dict[str, torch.Tensor | None]) -> Plan:
-    """The plan of a call, out of the cache or made; compiled if it is not, or no longer as its files are."""
+    """The plan of a call, out of the cache or made; compiled if it is not, or no longer as its files are.
+
+    tensors: by name, of which just the layouts count; L and dL may be left out.
+    """
     q, report = tensors["Q"], current_report()
     key = (stage, *tiles.values(), deterministic, diagonal, scale, q.dtype, q.device, debug(),
-           report and report.runtime, *map(layout, tensors.values()))
+           report and report.runtime,
+           *((x.shape, x.stride()) for name, x in tensors.items() if name not in VECTORS))
     plan = _plans.get(key)
     if plan is None or not plan.is_current():
         plan = Plan(stage, tiles, deterministic, diagonal, scale, tensors)
@@ -159,10 +158,9 @@ def forward(q, k, v, diagonal: int | None, scale: float | None, stage: Stage, ti
     return o, lse
 
 
-def forward_outputs(q: torch.Tensor, device: str | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-    """O and L, to be filled. device: "meta" for tensors that have just a layout."""
-    return (torch.empty_like(q, device=device),
-            torch.empty(q.shape[:3], dtype=torch.float32, device=device or q.device))
+def forward_outputs(q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """O and L, to be filled."""
+    return torch.empty_like(q), torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
 
 
 def backward(q, k, v, o, lse, do, dlse, diagonal: int | None, scale: float | None, stage: Stage,

@@ -1,4 +1,4 @@
-"""What a call of attention() costs and keeps: plans, threads, forks, edits; and mistakes that passed unseen."""
+"""What a call of attention() costs and keeps: plans, threads, forks, edits; and mistakes that went unseen."""
 
 import cProfile
 import ctypes
@@ -156,7 +156,8 @@ def test_threads_are_right():
             do, _ = random_gradients(q)
             o = flash.attention(q, k, v, causal=True, **STAGES)
             try:
-                check_gradients(torch.autograd.grad(o, [q, k, v], do), *(x.detach() for x in (q, k, v)), do, -3)
+                gradients = torch.autograd.grad(o, [q, k, v], do)
+                check_gradients(gradients, *(x.detach() for x in (q, k, v)), do, -3)
             except AssertionError as error:
                 problems.append(error)
 
@@ -184,8 +185,8 @@ FORK = """
 
 
 def python(code: str, *arguments: str, **environment: str) -> subprocess.CompletedProcess:
-    return subprocess.run([sys.executable, "-c", textwrap.dedent(code), *arguments], cwd=flash.ROOT, text=True,
-                          capture_output=True, timeout=300, env=os.environ | environment)
+    return subprocess.run([sys.executable, "-c", textwrap.dedent(code), *arguments], cwd=flash.ROOT,
+                          text=True, capture_output=True, timeout=300, env=os.environ | environment)
 
 
 def test_after_a_fork():

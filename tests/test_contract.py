@@ -361,6 +361,7 @@ def test_the_default_of_the_ladder():
 def test_the_scales_sign_is_a_constant(monkeypatch):
     """NEGATIVE_SCALE is 1 below 0, and 0 for 0."""
     asked = []
+    monkeypatch.setattr(plan, "_plans", {})
     monkeypatch.setattr(plan, "load", lambda stage, macros, device: asked.append(macros) or 1 / 0)
     for scale in (None, 1.0, 0.0, -0.0, -0.5):
         with pytest.raises(ZeroDivisionError):
@@ -435,6 +436,7 @@ def test_numpys_numbers_will_do(monkeypatch):
     assert stage.tiles(64, 65536, Br=numpy.int64(32), Bc=numpy.int32(32)) == {"Br": 32, "Bc": 32}
     with pytest.raises(ValueError, match="^Bq: stage 'flash2' has no such argument; .* are Br and Bc"):
         stage.tiles(64, 65536, Bq=True)
+    monkeypatch.setattr(plan, "_plans", {})
     monkeypatch.setattr(plan, "load", lambda *_: pytest.fail("reached"))
     for leaf in (q, q.clone().requires_grad_()):
         with pytest.raises(pytest.fail.Exception, match="reached"):
