@@ -24,26 +24,14 @@ from flash_ladder import __version__
 from flash_ladder.ahead import compile
 from flash_ladder.attention import attention, scaled_dot_product_attention
 from flash_ladder.checks import MAX_HEAD_DIM
+from flash_ladder.devices import default_device, describe_device, shared_memory_per_block
 from flash_ladder.inspection import can_inspect, inspect
 from flash_ladder.launch import definitions
 from flash_ladder.loader import BUILD, build, build_simulator
 from flash_ladder.nvcc import find_nvcc, nvcc_version
-from flash_ladder.registry import (
-    DTYPES,
-    FIELDS,
-    ROOT,
-    STAGES,
-    Available,
-    Stage,
-    default_device,
-    describe_device,
-    find_stage,
-    lineage,
-    parent,
-    read_stage,
-    shared_memory_per_block,
-    stages,
-)
+from flash_ladder.registry import find_stage, lineage, parent, read_stage, stages
+from flash_ladder.sources import ROOT, STAGES
+from flash_ladder.stage import DTYPES, FIELDS, Available, Stage
 
 __all__ = ["BUILD", "DTYPES", "FIELDS", "MAX_HEAD_DIM", "ROOT", "STAGES", "Available", "Difference", "Report",
            "Stage", "__version__", "attention", "build", "build_simulator", "can_inspect", "compile",

@@ -11,9 +11,12 @@ from pathlib import Path
 import torch
 
 from .checks import MAX_HEAD_DIM, as_bool
+from .devices import default_device, shared_memory_per_block
 from .launch import definitions
 from .loader import build
-from .registry import ROOT, Stage, default_device, find_stage, shared_memory_per_block
+from .registry import find_stage
+from .sources import ROOT
+from .stage import Stage
 
 ROWS = [1 << power for power in range(0, 48)]  # B * H * N_q: all that a rule for tiles can tell apart
 

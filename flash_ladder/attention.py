@@ -17,7 +17,8 @@ from .launch import stage_files
 from .loader import debug
 from .operators import Call, as_text, has_dispatch, is_plain, of_text
 from .plan import choose, keep, plan_for
-from .registry import Stage, find_stage
+from .registry import find_stage
+from .stage import Stage
 
 
 def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool = False,

@@ -29,12 +29,14 @@ from rich.table import Table
 from rich.text import Text
 
 from . import difference, inspection, plan, registry
+from .devices import default_device, describe_device, shared_memory_per_block
 from .difference import SECTION
 from .grid import GRID, diagonal_of, errors, gradient_errors, poisoned, type_for, wrong
 from .reference import random_gradients, random_qkv, reference
-from .registry import DIRECTIONS
+from .sources import ROOT, read_source
+from .stage import DIRECTIONS, DTYPES, Stage
 
-TYPES = {dtype: name for name, dtype in registry.DTYPES.items()}
+TYPES = {dtype: name for name, dtype in DTYPES.items()}
 COPIED = ("types", "needs", "deterministic", "tiles", "limits", "shared", "workspace", "hbm")
 SCALES = (-0.2, 0.0, 30.0)  # with the third of the grid's cases
 WATCHED = GRID[4]           # under the checker
@@ -86,8 +88,8 @@ def parser() -> argparse.ArgumentParser:
 # ------------------------------------------------------------------------------------------ the ladder
 def show(console: Console) -> int:
     """Print the ladder, and what of it runs on this machine."""
-    device = registry.default_device()
-    console.print(Text(f"Stages on this machine: {registry.describe_device(device)}", style="bold"))
+    device = default_device()
+    console.print(Text(f"Stages on this machine: {describe_device(device)}", style="bold"))
     console.print(tree(device, console.width))
     reasons: dict[str, list[str]] = {}
     for s in registry.stages():
@@ -101,7 +103,7 @@ def show(console: Console) -> int:
     return 0
 
 
-def taken_by_default(device: torch.device) -> list[registry.Stage]:
+def taken_by_default(device: torch.device) -> list[Stage]:
     """What calls that name no stage take."""
     found = []
     for direction in DIRECTIONS:
@@ -135,16 +137,16 @@ def tree(device: torch.device, width: int) -> Table:
     return table
 
 
-def branches(ladder: list[registry.Stage]) -> Iterator[tuple[registry.Stage, str, str]]:
+def branches(ladder: list[Stage]) -> Iterator[tuple[Stage, str, str]]:
     """(stage, what stands before its name, what stands below that) from the root on, each branch to its end.
 
     An only child stands below its parent, as in a list; where there are several, the branch lines begin.
     """
-    children: dict[str, list[registry.Stage]] = {}
+    children: dict[str, list[Stage]] = {}
     for s in ladder:
         children.setdefault(s.after, []).append(s)
 
-    def walk(s: registry.Stage, first: str, rest: str) -> Iterator[tuple[registry.Stage, str, str]]:
+    def walk(s: Stage, first: str, rest: str) -> Iterator[tuple[Stage, str, str]]:
         grown = children.get(s.name, [])
         yield s, first, rest + "│  " * (len(grown) > 1)
         if len(grown) == 1:
@@ -199,13 +201,13 @@ def write_new(args: argparse.Namespace) -> int:
 
 def command(program: str = "flash.py") -> str:
     """As one types it in the current folder."""
-    folder = registry.ROOT
+    folder = ROOT
     return program if folder == Path.cwd() else str(folder / program)
 
 
-def copy_of(stage: registry.Stage, name: str) -> str:
+def copy_of(stage: Stage, name: str) -> str:
     """The file of a stage of one's own: its parent's code and what its header says for the registry."""
-    text = stage.path.read_text()
+    text = read_source(stage.path)
     header = re.match(r"(?://.*\n)*", text)[0]
     fields = {field: lines for lines, field in re.findall(r"^(// (\w+):.*\n(?://  {7,}.*\n)*)", header, re.M)}
     lines = [f"// {DIRECTIONS[stage.direction].capitalize()} stage: {name}\n",
@@ -226,7 +228,7 @@ def copy_of(stage: registry.Stage, name: str) -> str:
 class Call:
     """One of those that a stage is run with. deterministic: a backward stage, asked to be."""
 
-    stage: registry.Stage
+    stage: Stage
     case: tuple
     device: str
     tiles: tuple[tuple[str, int], ...]
@@ -261,9 +263,9 @@ class Call:
         return wrong(gradient_errors(gradients, q, k, v, do, *options, dlse))
 
 
-def calls(stage: registry.Stage, device: str) -> Iterator[Call]:
+def calls(stage: Stage, device: str) -> Iterator[Call]:
     """The grid, each case with the tiles of small and of large calls; and other scales."""
-    shared_memory = registry.shared_memory_per_block(torch.device(device))
+    shared_memory = shared_memory_per_block(torch.device(device))
     for wanted in (False, True)[:1 + stage.deterministic_on_request]:
         for case in GRID:
             sizes = [tuple(stage.tiles(case[5], shared_memory, rows, bool(case[6])).items())
@@ -288,7 +290,7 @@ def check_file(args: argparse.Namespace) -> int:
         raise ValueError(f"check: {stage} runs nowhere on this machine")
     if inspecting := inspection.can_inspect():
         case = WATCHED
-        tiles = stage.tiles(case[5], registry.shared_memory_per_block(torch.device("cpu")), 1, bool(case[6]))
+        tiles = stage.tiles(case[5], shared_memory_per_block(torch.device("cpu")), 1, bool(case[6]))
         call = Call(stage, case, "cpu", tuple(tiles.items()))
     columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn()
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
@@ -321,6 +323,6 @@ def watched(call: Call) -> str:
     return "\n".join(map(str, report.findings)) or problem
 
 
-def failed(console: Console, stage: registry.Stage, problem: str, call: Call) -> int:
+def failed(console: Console, stage: Stage, problem: str, call: Call) -> int:
     console.print(f"[bold red]failed[/]: {escape(problem)}\nin the call {call}")
     return 1

@@ -14,8 +14,9 @@ from pathlib import Path
 from rich.console import Console
 from rich.text import Text
 
-from .loader import source_files
-from .registry import DIRECTIONS, ROOT, Stage, parent, read_stage, stages
+from .registry import parent, read_stage, stages
+from .sources import ROOT, read_source, source_files
+from .stage import DIRECTIONS, Stage
 
 # The comments around what an exercise asks for: the first has a title, the second has none
 SECTION = re.compile(r"\s*// ---(?: (\S.*))?$")
@@ -154,7 +155,7 @@ def _find(asked: list[str | Path | Stage], direction: str | None) -> list[Stage]
 
 def _code(file: Path, header: bool) -> tuple[list[int], list[str]]:
     """The numbers and the texts of the lines to compare, and a number for what follows the last one."""
-    lines = file.read_text().splitlines()
+    lines = read_source(file).splitlines()
     first = next((n for n, line in enumerate(lines) if not re.match("//|\ufeff", line)), len(lines))
     chosen = [n for n in range(len(lines)) if header or (n >= first and not SECTION.match(lines[n]))]
     return [n + 1 for n in [*chosen, len(lines)]], [lines[n] for n in chosen]
@@ -202,7 +203,7 @@ def changed_lines(stage: Stage, before: Stage | None = None) -> Change:
     old = _code_lines(before.path) if before else []
     return Change(stage, len(old) + len(code) - 2 * _in_common(old, code),
                   {file: len(_code_lines(file)) for file in introduced(stage)},
-                  len(stage.path.read_text().splitlines()), _kernels(stage.path))
+                  len(read_source(stage.path).splitlines()), _kernels(stage.path))
 
 
 def introduced(stage: Stage) -> list[Path]:
@@ -223,7 +224,7 @@ def _included(stage: Stage) -> list[Path]:
 
 
 def _without_comments(file: Path) -> str:
-    return re.sub(r"/\*.*?\*/|//[^\n]*", "", file.read_text(), flags=re.S)
+    return re.sub(r"/\*.*?\*/|//[^\n]*", "", read_source(file), flags=re.S)
 
 
 def _code_lines(file: Path) -> list[str]:

@@ -12,7 +12,7 @@ import torch
 
 from . import simulator
 from .loader import build_simulator
-from .registry import Available
+from .stage import Available
 
 if TYPE_CHECKING:
     from .simulator.inspection import Report

@@ -9,8 +9,9 @@ from pathlib import Path
 import torch
 
 from .inspection import current_report
-from .loader import build, debug, source_files
-from .registry import ROOT, STAGES, Stage
+from .loader import build, debug
+from .sources import ROOT, STAGES, source_files
+from .stage import Stage
 
 ELEMENTS = {torch.float32: "float", torch.float16: "__half", torch.bfloat16: "__nv_bfloat16"}   # in CUDA
 LOOK_AGAIN = 0.1  # seconds: so long after an edit, at the latest, a stage is compiled anew

@@ -17,7 +17,7 @@ import torch
 from flash_ladder import simulator
 
 from .nvcc import find_nvcc, nvcc_version
-from .registry import ROOT, STAGES
+from .sources import ROOT, STAGES, source_files
 
 BUILD = Path(os.environ.get("FLASH_BUILD_DIR") or ROOT / "build").resolve()
 
@@ -47,21 +47,6 @@ def build(source: Path, device: torch.device, macros: dict[str, str | Path] | No
 def debug() -> bool:
     """FLASH_DEBUG=1: without optimisation, for a debugger."""
     return os.environ.get("FLASH_DEBUG", "0") not in ("", "0")
-
-
-def source_files(*files: Path) -> list[Path]:
-    """These files and all that they include by #include "...", each once."""
-    found: list[Path] = []
-    waiting = list(files)
-    while waiting:
-        file = waiting.pop(0)
-        if file in found:
-            continue
-        found.append(file)
-        for name in re.findall(r'^\s*#\s*include\s*"([^"]+)"', file.read_text(errors="replace"), re.M):
-            places = (folder / name for folder in (file.parent, ROOT, STAGES))
-            waiting += [place.resolve() for place in places if place.is_file()][:1]
-    return found
 
 
 def _name(prefix: str, files: list[Path], *rest) -> str:

@@ -16,7 +16,7 @@ from torch.utils.flop_counter import register_flop_formula
 
 from .checks import check_tangent, check_tensors
 from .plan import FLOPS_PER_COLUMN, Plan, backward, choose, forward, forward_outputs, run, visible_pairs
-from .registry import Stage
+from .stage import Stage
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 NO_SECOND_DERIVATIVE = (

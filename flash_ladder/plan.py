@@ -13,10 +13,12 @@ import torch
 
 from . import simulator
 from .checks import aligned, as_scale
+from .devices import shared_memory_per_block
 from .inspection import current_report
 from .launch import PARAMS, Library, Tensor, definitions, load
 from .loader import debug
-from .registry import MANY, Stage, find_stage, shared_memory_per_block
+from .registry import find_stage
+from .stage import MANY, Stage
 
 # In the order in which a plan takes them
 TENSORS = {"fwd": ("Q", "K", "V", "O", "L"),

@@ -97,7 +97,7 @@ def own_type(stage) -> str:
 
 def profile(stage) -> list[dict]:
     """The metrics of each kernel of a flash.Stage, in one call."""
-    from flash_ladder.loader import source_files
+    from flash_ladder.sources import source_files
 
     names = "|".join(kernels(source_files(stage.path)))
     found = launches(f"^({names})$", METRICS, ONE_CALL[stage.direction], stage.name, own_type(stage),

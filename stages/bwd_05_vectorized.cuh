@@ -6,7 +6,7 @@
 // deterministic: no
 // tiles:   Br=64 Bc=64; d > 128: Br=32 Bc=32
 // limits:  Br in (32, 64); Bc in (32, 64)
-// shared:  4 * (2 * Bc * (d + Br) + (Bc + 2 * Br) * max(32, 1 << (d - 1).bit_length()))
+// shared:  4 * (2 * Bc * (d + Br) + (Bc + 2 * Br) * max(32, next_power_of_2(d)))
 // workspace: D
 // hbm:     4 * B * (5 * H_kv * N_k * d + H * N_q * (Tc * (4 * d + 2) + 3 * d + 2))
 // predicted: 1.2x at d=64 and d=128: a quarter of the requests to HBM and of the stores to shared memory

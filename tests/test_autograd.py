@@ -232,7 +232,7 @@ def test_no_forward_mode_derivative():
      r"^backward: fwd_01_naive.cuh is a forward stage: pass it as stage="),
     ({"stage": flash.STAGES / "bwd_01_naive.cuh"},
      r"^stage: bwd_01_naive.cuh is a backward stage: pass it as backward="),
-    ({"backward": registry.ROOT / "none.cuh"}, r"^backward: .*none.cuh is no file"),
+    ({"backward": flash.ROOT / "none.cuh"}, r"^backward: .*none.cuh is no file"),
     ({"backward": 2}, r"^backward must be a name, a pathlib.Path or a Stage, not int"),
     ({"Br_bwd": 0}, r"^Br_bwd must be an integer from 1 to 1024, not 0"),
     ({"Bq_bwd": 8}, r"^Bq_bwd: attention\(\) has no such argument; tile sizes are Br, Bc, Br_bwd, Bc_bwd"),

@@ -22,7 +22,8 @@ from conftest import (
 )
 
 import flash
-from flash_ladder import plan, registry
+from flash_ladder import plan
+from flash_ladder.arithmetic import evaluate
 
 STAGES = flash.stages("bwd")
 BY_NAME = {s.name: s for s in STAGES}
@@ -320,7 +321,7 @@ def test_header_knows_the_shared_memory(stage, monkeypatch):
     monkeypatch.setattr(plan, "shared_memory_per_block", lambda device: 10**9)
     sizes = [{"Br": n, "Bc": n} for n in (128, 64)]
     tiles = next(tiles for tiles in sizes if not stage._tile_problem(256, 10**9, tiles))
-    stated = registry._evaluate(stage.shared, d=256, **tiles)
+    stated = evaluate(stage.shared, d=256, **tiles)
     assert stated > 227 * 1024
     q, k, v = random_qkv(1, 1, 1, 16, 16, 256, "cpu", stage.dtypes[0])
     with pytest.raises(RuntimeError, match=f" {stated} bytes of shared memory a block; at most 232448 are"):

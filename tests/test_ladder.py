@@ -9,6 +9,7 @@ import pytest
 import flash
 from flash_ladder import registry
 from flash_ladder.difference import INSTRUCTIONS, Change, changed_lines
+from flash_ladder.stage import DIRECTIONS
 
 STAGES = flash.stages()
 COMMON = sorted((flash.STAGES / "common").glob("*.cuh"))
@@ -107,7 +108,7 @@ def test_common_files_say_who_introduces_them(file):
     said = re.search(r"Introduced by:\s+(forward|backward) stage (\d+), (\w+)",
                      file.read_text().replace("\n// ", " "))
     assert said, f"{file.name} must say `Introduced by: forward stage 1, naive`"
-    assert said.groups() == (registry.DIRECTIONS[first.direction], str(first.number), first.name)
+    assert said.groups() == (DIRECTIONS[first.direction], str(first.number), first.name)
 
 
 # ------------------------------------------------------------------------------------------ how it is counted

@@ -13,6 +13,7 @@ import shutil
 import subprocess
 from pathlib import Path
 
+from ..sources import read_source
 from .translate import TranslationError, translate
 
 __all__ = ["TranslationError", "compile_flags", "link_flags", "missing_checker", "missing_compiler",
@@ -122,8 +123,8 @@ def translate_files(targets: dict[Path, Path]) -> None:
     """
     for file, target in targets.items():
         target.parent.mkdir(parents=True, exist_ok=True)
-        text = file.read_text(errors="surrogateescape")
-        target.write_text(translate(text, str(file)), errors="surrogateescape")
+        text = read_source(file)
+        target.write_text(translate(text, str(file)))
 
 
 def resolve_addresses(report: str) -> str:

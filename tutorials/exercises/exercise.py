@@ -20,7 +20,7 @@ from pathlib import Path
 
 import flash
 from flash_ladder.difference import SECTION
-from flash_ladder.loader import source_files
+from flash_ladder.sources import source_files
 
 WIDTH = 108
 COMMAND = "python -m tutorials.exercises"

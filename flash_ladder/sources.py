@@ -1,0 +1,47 @@
+"""Where the .cu files are, and how they are read."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+STAGES = ROOT / "stages"
+
+
+def read_source(path: Path) -> str:
+    """The text of a .cu or .cuh file.
+
+    Raises:
+        ValueError: if it is not UTF-8, saying where.
+    """
+    data = path.read_bytes()
+    try:
+        return data.decode("utf-8-sig").replace("\r\n", "\n")  # an editor may have written a byte order mark
+    except UnicodeDecodeError as error:
+        line = 1 + data.count(b"\n", 0, error.start)
+        raise ValueError(f"{path}:{line}: byte 0x{data[error.start]:02x} is not UTF-8 (is the file in "
+                         "Latin-1?): save it as UTF-8") from None
+
+
+def line_of(path: Path, field: str) -> str:
+    """file:line of a field in a stage's header; the file alone if the field is not there."""
+    for number, line in enumerate(read_source(path).splitlines(), 1):
+        if re.match(rf"// {field}:", line):
+            return f"{path}:{number}"
+    return str(path)
+
+
+def source_files(*files: Path) -> list[Path]:
+    """These files and all that they include by #include "...", each once."""
+    found: list[Path] = []
+    waiting = list(files)
+    while waiting:
+        file = waiting.pop(0)
+        if file in found:
+            continue
+        found.append(file)
+        for name in re.findall(r'^\s*#\s*include\s*"([^"]+)"', read_source(file), re.M):
+            places = (folder / name for folder in (file.parent, ROOT, STAGES))
+            waiting += [place.resolve() for place in places if place.is_file()][:1]
+    return found
