@@ -129,5 +129,5 @@ def test_latin_1(tmp_path):
 def test_a_double_quote_in_the_path(tmp_path):
     mine = tmp_path / 'my "best".cuh'
     mine.write_text((flash.STAGES / "fwd_04_flash2.cuh").read_text())
-    with pytest.raises(ValueError, match="the path has a double quote, which no #include can name: rename it"):
+    with pytest.raises(ValueError, match="the path has a double quote, which no #include can name"):
         flash.read_stage(mine)
