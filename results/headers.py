@@ -17,8 +17,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-import bench_staircase  # noqa: E402
 import flash  # noqa: E402
+from flash_ladder.bench import staircase  # noqa: E402
 
 RUNGS = ROOT / "results" / "h200" / "rungs.json"
 COLUMNS = 110
@@ -57,7 +57,7 @@ def measured_text(data: dict, direction: str, name: str) -> str:
         texts, last = [], None
         for row, _, factor in (each for each in found if each[0]["N"] == N):
             d = f" at d={row['d']}" * (row["d"] != last)
-            texts.append(f"{factor:.2f}x{d} {bench_staircase.mask(row)}")
+            texts.append(f"{factor:.2f}x{d} {staircase.mask(row)}")
             last = row["d"]
         parts.append(", ".join(texts) + f" at N={N}" * (len(lengths) > 1))
     row, before, _ = found[0]
@@ -93,7 +93,7 @@ def stale(data: dict) -> dict[Path, str]:
     """The stages whose header does not say what rungs.json does, and what they should be."""
     found = {}
     for direction in ("fwd", "bwd"):
-        known = bench_staircase.rungs(data, direction)
+        known = staircase.rungs(data, direction)
         for stage in flash.stages(direction):
             if stage.name in known:
                 source = stage.path.read_text()

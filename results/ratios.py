@@ -30,16 +30,15 @@ from rich.progress import (
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
-
-import bench  # noqa: E402
 import flash  # noqa: E402
-from bench_rungs import build_all  # noqa: E402
+from flash_ladder.bench import arguments, cases, competitors, measuring  # noqa: E402
+from flash_ladder.bench.rungs import build_all  # noqa: E402
 
 TURNS = 3
 SECONDS_A_CASE = 0.1                               # in a turn
 HEADS = {64: 32, 128: 16, 256: 8}                  # by d, for 16 bits: H d is 2048, as in a model
 LENGTHS = {2048: 8, 4096: 4, 16384: 1}             # B by N, for 16 bits: B N is 16384
-KEPT = ("name", "label", "N", "status", "message", *bench.TIMES, "error", "error_in", "allowed_error")
+KEPT = ("name", "label", "N", "status", "message", *measuring.TIMES, "error", "error_in", "allowed_error")
 
 
 @dataclass(frozen=True)
@@ -58,7 +57,7 @@ class Shape:
 
     def arguments(self, folder: Path) -> argparse.Namespace:
         """bench.py's arguments for it."""
-        args, = bench.parse_arguments([
+        args, = arguments.parse_arguments([
             "--pass", self.direction, "--stages", self.stage, "--peers", self.peers, "--dtype", self.dtype,
             "--batch", str(self.B), "--heads", self.heads, "--head-dim", str(self.d),
             "--causal" if self.causal else "--no-causal", "--seqlens", str(self.N), "--out", str(folder)])
@@ -96,15 +95,15 @@ def middle(turns: tuple[dict, ...]) -> dict:
 
 def measured(args: argparse.Namespace, bar: Progress) -> list[dict]:
     """A row for the stage, and for each peer that takes the arguments."""
-    N, entries = args.seqlens[0], bench.competitors(args)
+    N, entries = args.seqlens[0], competitors.competitors(args)
     for label, reason in args.not_run.items():
         bar.console.print(f"Not run: {label}: {reason}")
     try:
-        case = bench.make_case(N, args)
-        turns = [[bench.measure(entry, case, args) for entry in entries] for _ in range(TURNS)]
+        case = cases.make_case(N, args)
+        turns = [[measuring.measure(entry, case, args) for entry in entries] for _ in range(TURNS)]
         rows = [middle(same) for same in zip(*turns, strict=True)]
     except RuntimeError as error:  # too long an N; or a GPU that an earlier error left unusable
-        rows = [bench.empty_row(entry, N) | bench.failure(error) for entry in entries]
+        rows = [measuring.empty_row(entry, N) | measuring.failure(error) for entry in entries]
     shape = {"pass": args.direction, "dtype": args.dtype, "d": args.head_dim, "causal": args.causal,
              "B": args.batch, "H": args.H, "H_kv": args.H_kv}
     return [shape | {name: row[name] for name in KEPT} for row in rows]
@@ -158,10 +157,10 @@ def main(argv: list[str] | None = None) -> None:
         parser.error(f"there is no folder {args.folder}")
     if not torch.cuda.is_available():
         sys.exit("needs a GPU")
-    bench.SECONDS_A_CASE = SECONDS_A_CASE
+    measuring.SECONDS_A_CASE = SECONDS_A_CASE
     file = args.folder / "ratios.json"
     cases = {shape: shape.arguments(args.folder) for shape in shapes(dtypes)}
-    origin = bench.origin(next(iter(cases.values())))
+    origin = measuring.origin(next(iter(cases.values())))
     old = kept(file, dtypes, origin)
     data = {"date": old["date"] | dict.fromkeys(dtypes, origin["date"][:10]), "device": origin["device"],
             "software": origin["software"], "rows": old["rows"]}

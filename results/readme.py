@@ -18,10 +18,8 @@ sys.path.insert(0, str(ROOT))
 
 import headers  # noqa: E402
 
-import bench  # noqa: E402
-import bench_report  # noqa: E402
-import bench_staircase  # noqa: E402
 import flash  # noqa: E402
+from flash_ladder.bench import competitors, report, staircase  # noqa: E402
 from tutorials.exercises import EXERCISES  # noqa: E402
 
 RESULTS = ROOT / "results"
@@ -40,7 +38,7 @@ def ladder() -> str:
     names = {dtype: name for name, dtype in flash.DTYPES.items()}
     tables = []
     for direction in ("fwd", "bwd"):
-        lines = [f"{bench_report.PASSES[direction].capitalize()}:", "",
+        lines = [f"{report.PASSES[direction].capitalize()}:", "",
                  "| # | stage | after | types | needs | default | idea |", "|---|---|---|---|---|---|---|"]
         for s in flash.stages(direction):
             types = ", ".join(names[dtype] for dtype in s.dtypes)
@@ -57,11 +55,11 @@ def rungs() -> str:
     if not (data := headers.measured_rungs(RESULTS / "h200" / "rungs.json")):
         return ""
     parts = []
-    for direction, dtype in bench_staircase.figures(data):
-        what = f"{bench_report.PASSES[direction]}, {dtype}"
+    for direction, dtype in staircase.figures(data):
+        what = f"{report.PASSES[direction]}, {dtype}"
         parts.append(f"![TFLOP/s by rung: {what}](results/h200/rungs_{direction}_{dtype}.png)")
     for direction in dict.fromkeys(row["pass"] for row in data["rows"]):
-        lines = [f"| {bench_report.PASSES[direction]} | after | predicted | measured |", "|---|---|---|---|"]
+        lines = [f"| {report.PASSES[direction]} | after | predicted | measured |", "|---|---|---|---|"]
         for stage in flash.stages(direction):
             factors = [factor for *_, factor in headers.gains(data, direction, stage.name)]
             ends = dict.fromkeys(f"{end:.2f}×" for end in (min(factors), max(factors))) if factors else "-"
@@ -103,7 +101,7 @@ def bench_json(device: str, direction: str) -> dict:
 def measured(direction: str, folder: str = "h200", options: str = "") -> str:
     """A pass on an H200: the bench's table and plot. options: others than the pass, of bench.py."""
     data = bench_json(folder, direction)
-    table, origin = bench_report.results_table(data, SHOWN_N).split("\n\n")
+    table, origin = report.results_table(data, SHOWN_N).split("\n\n")
     options = f" --pass {direction}" * (direction != "fwd") + options
     return (f"{table}\n\n{origin} Measured on {data['date'][:10]} by `python bench.py{options}`.\n\n"
             f"![time against N](results/{folder}/bench_{direction}_time.png)")
@@ -153,7 +151,7 @@ def ratio_table(rows: list[dict], peer: str, columns: dict[tuple, str], tflops: 
     """A line for each pass, d and mask: the peer's time over the stage's, perhaps with the stage's TFLOP/s.
     columns: their heads by type and N."""
     found = {(row["pass"], row["d"], row["causal"], row["dtype"], row["N"],
-              row["name"] if row["name"] in bench.PEERS else "stage"): row for row in rows}
+              row["name"] if row["name"] in competitors.PEERS else "stage"): row for row in rows}
     lines = [f"| pass | d | mask | {' | '.join(columns.values())} |",
              "|---|---:|---|" + "---:|" * len(columns)]
     for direction, d, causal in dict.fromkeys(key[:3] for key in found):
@@ -165,13 +163,13 @@ def ratio_table(rows: list[dict], peer: str, columns: dict[tuple, str], tflops: 
             if fits and tflops:
                 cells[-1] += f" ({ours['tflops']:.0f})"
         mask = "causal" if causal else "full"
-        lines.append(f"| {bench_report.PASSES[direction]} | {d} | {mask} | {' | '.join(cells)} |")
+        lines.append(f"| {report.PASSES[direction]} | {d} | {mask} | {' | '.join(cells)} |")
     return lines
 
 
 def measured_stages(rows: list[dict]) -> str:
     """The names of the stages in ratios.py's rows: those that were the best when they were measured."""
-    return " and ".join(dict.fromkeys(row["name"] for row in rows if row["name"] not in bench.PEERS))
+    return " and ".join(dict.fromkeys(row["name"] for row in rows if row["name"] not in competitors.PEERS))
 
 
 def ratios() -> str:
@@ -181,9 +179,9 @@ def ratios() -> str:
     lines = ratio_table(rows, "efficient", {("fp32", N): f"N={N}" for N in LONG})
     best: dict[str, float] = {}
     for row in rows:
-        if row["name"] not in bench.PEERS:
+        if row["name"] not in competitors.PEERS:
             best[row["pass"]] = max(best.get(row["pass"], 0), row["tflops"] or 0)
-    most = " and ".join(f"{bench_report.number(tflops)} TFLOP/s {bench_report.PASSES[direction]}"
+    most = " and ".join(f"{report.number(tflops)} TFLOP/s {report.PASSES[direction]}"
                         for direction, tflops in best.items())
     shape = ", ".join({f"B={row['B']} H={row['H']}" for row in rows})
     return "\n".join([*lines, "", f"{shape} fp32; {origin}. The time of PyTorch's efficient backend "
@@ -215,9 +213,9 @@ def grouped_heads(rows: list[dict]) -> str:
     labels = {"flash": "PyTorch's FlashAttention-2", "math": "its math backend"}
     passes = []
     for direction in dict.fromkeys(row["pass"] for row in rows):
-        times = (f"{labels.get(row['name'], row['name'])} {bench_report.number(row['median_ms'])} ms"
+        times = (f"{labels.get(row['name'], row['name'])} {report.number(row['median_ms'])} ms"
                  for row in rows if row["pass"] == direction)
-        passes.append(f"{bench_report.PASSES[direction]}, {', '.join(times)}")
+        passes.append(f"{report.PASSES[direction]}, {', '.join(times)}")
     shape = " ".join(f"{name}={rows[0][name]}" for name in ("B", "H", "H_kv", "N", "d"))
     mask = "causal" if rows[0]["causal"] else "full"
     return f"With grouped heads, {shape} {rows[0]['dtype']} {mask}: {'; '.join(passes)}."
@@ -228,10 +226,10 @@ def long() -> str:
     header = ("pass", "N", "PyTorch math (ms)", "best stage (ms)", "speed-up", "PyTorch math, peak memory",
               "best stage, peak memory", "x less")
     lines = [f"| {' | '.join(header)} |", "|---|" + "---:|" * (len(header) - 1)]
-    origins, dates, number = set(), set(), bench_report.number
-    for direction, what in bench_report.PASSES.items():
+    origins, dates, number = set(), set(), report.number
+    for direction, what in report.PASSES.items():
         data = bench_json("h200", direction)
-        origins.add(f"{bench_report.title(data).split(', ', 1)[1]}; {data['device']}")
+        origins.add(f"{report.title(data).split(', ', 1)[1]}; {data['device']}")
         dates.add(data["date"][:10])
         for N in LONG:
             rows = [row for row in data["results"] if row["N"] == N]
@@ -242,7 +240,7 @@ def long() -> str:
             cells = (number(math["median_ms"]) if fits else math["status"],
                      f"{best['label']}: {number(best['median_ms'])}",
                      number(math["median_ms"] / best["median_ms"] if fits else None),
-                     *(bench_report.size(row["peak_bytes"]) for row in (math, best)),
+                     *(report.size(row["peak_bytes"]) for row in (math, best)),
                      number(math["peak_bytes"] / best["peak_bytes"] if fits else None))
             lines.append(f"| {what} | {N} | {' | '.join(cells)} |")
     if len(origins) > 1:
@@ -267,18 +265,18 @@ def finding() -> str:
 def traffic() -> str:
     """The bench's HBM traffic of each stage, counted in the simulator."""
     data = bench_json("cpu", "fwd")
-    N = bench_report.lengths(data)[-1]
+    N = report.lengths(data)[-1]
     rows = [row for row in data["results"] if row["N"] == N and row["kind"] == "stage"]
-    most = bench_report.traffic(rows[0])
+    most = report.traffic(rows[0])
     lines = ["| stage | read | written | distinct bytes, per kernel | x less than naive |",
              "|---|---:|---:|---:|---:|"]
     for row in rows:
-        sizes = (bench_report.size(row[f"hbm_{what}_bytes"]) for what in ("read", "written", "unique"))
-        factor = bench_report.number(most / bench_report.traffic(row))
+        sizes = (report.size(row[f"hbm_{what}_bytes"]) for what in ("read", "written", "unique"))
+        factor = report.number(most / report.traffic(row))
         lines.append(f"| {row['label']} | {' | '.join(sizes)} | {factor} |")
     slower = [row["inspected_ms"] / row["median_ms"] for row in data["results"] if row["kind"] == "stage"]
-    seqlens = ",".join(map(str, bench_report.lengths(data)))
-    origin = (f"{bench_report.title(data)}, N={N}, counted by `python bench.py --seqlens {seqlens}` without "
+    seqlens = ",".join(map(str, report.lengths(data)))
+    origin = (f"{report.title(data)}, N={N}, counted by `python bench.py --seqlens {seqlens}` without "
               f"a GPU. Counting takes {min(slower):.0f} to {max(slower):.0f} times as long as the same call "
               "in the simulator without it.")
     return "\n".join([*lines, "", origin])
@@ -302,7 +300,7 @@ def counts() -> str:
         sizes = (32 * ours["HBM read sectors"], 32 * gpu["HBM read sectors"],
                  32 * gpu["sectors that L1 read from L2"], gpu["bytes read from HBM"])
         loads = (x["shared read requests"] for x in (ours, gpu))
-        cells = [*map(bench_report.size, sizes), *(f"{n:,}" if n else "-" for n in loads)]
+        cells = [*map(report.size, sizes), *(f"{n:,}" if n else "-" for n in loads)]
         lines.append(f"| {row['stage']}: {row['kernel'].removesuffix('_kernel')} | {' | '.join(cells)} |")
     shape = " ".join(f"{name}={data['shape'][name]}" for name in "BHNd")
     assert same, "the simulator's requests or sectors of HBM differ from the GPU's"
@@ -386,7 +384,7 @@ def main() -> None:
     """Renew headers, pictures, lists and README.md, in this order: some are made from those before."""
     headers.renew()
     if data := headers.measured_rungs():
-        bench_staircase.draw_all(data, headers.RUNGS.parent)
+        staircase.draw_all(data, headers.RUNGS.parent)
     for direction in ("fwd", "bwd"):
         source = ROOT / f"flash_{direction}.cu"
         source.write_text(listed(source.read_text(), direction))

@@ -9,9 +9,11 @@ import sys
 import pytest
 import torch
 
-import bench
-import bench_report
 import flash
+from flash_ladder import ahead, launch
+from flash_ladder.bench import arguments as bench_arguments
+from flash_ladder.bench import cases, competitors, measuring, modes
+from flash_ladder.bench import report as bench_report
 
 sys.path.insert(0, str(flash.ROOT / "results"))
 import ratios  # noqa: E402
@@ -26,14 +28,14 @@ STAGES, BACKWARD = ([stage.name for stage in flash.stages(direction) if torch.fl
 def quick_on_the_cpu(monkeypatch):
     """No GPU, whatever the machine has; no more repetitions than the median needs."""
     monkeypatch.setattr(flash, "default_device", lambda: torch.device("cpu"))
-    monkeypatch.setattr(bench, "SECONDS_A_CASE", 0.01)
+    monkeypatch.setattr(measuring, "SECONDS_A_CASE", 0.01)
 
 
 @pytest.fixture
 def no_plots(monkeypatch):
     """For a test that is about something else: they and the edited stage take most of a run's time."""
     monkeypatch.setattr(bench_report, "plot", lambda *_: None)
-    monkeypatch.setattr(bench, "edit_to_result", lambda args: 1.0)
+    monkeypatch.setattr(modes, "edit_to_result", lambda args: 1.0)
 
 
 @pytest.fixture
@@ -82,14 +84,14 @@ def tamper_gradient(monkeypatch):
 
 def run(tmp_path, *arguments, direction="fwd"):
     """(exit status, the JSON or None) of a run of a pass at tiny shapes."""
-    status = bench.main([*TINY, "--out", str(tmp_path), "--pass", direction, *arguments])
+    status = modes.main([*TINY, "--out", str(tmp_path), "--pass", direction, *arguments])
     file = tmp_path / f"bench_{direction.replace('+', '_')}.json"
     return status, json.loads(file.read_text()) if file.exists() else None
 
 
 def parse(*arguments):
     """The arguments of a run of one pass at tiny shapes."""
-    args, = bench.parse_arguments([*TINY, *arguments])
+    args, = bench_arguments.parse_arguments([*TINY, *arguments])
     return args
 
 
@@ -150,7 +152,7 @@ def test_memory_of_temporaries():
         del a
         return (b.cumsum(0),)
     call()
-    _, held, peak = bench.memory(call, torch.device("cpu"))
+    _, held, peak = measuring.memory(call, torch.device("cpu"))
     assert (held, peak) == (4000, 8000)
 
 
@@ -164,7 +166,7 @@ def test_traffic(tmp_path, capsys):
     for name in STAGES:
         row, = rows(data, name)
         with flash.inspect() as report:
-            flash.attention(*bench.random_inputs(40, args), causal=True, stage=name)
+            flash.attention(*cases.random_inputs(40, args), causal=True, stage=name)
         hbm = report.hbm
         assert (row["hbm_read_bytes"], row["hbm_written_bytes"]) == (hbm.read, hbm.written)
         assert row["hbm_unique_bytes"] == hbm.unique_read + hbm.unique_written
@@ -172,9 +174,9 @@ def test_traffic(tmp_path, capsys):
         assert row["shared_wavefronts"] == sum(a.units for a in report.accesses if a.memory == "shared")
         assert row["findings"] == [] and row["inspected_ms"] > row["median_ms"] > 0
         assert f"{bench_report.size(hbm.total)}  {bench_report.number(naive / hbm.total):>6}" in shown
-        assert f" | {bench_report.size(hbm.total)}" in bench.results_table(data).replace("**", "")
-    assert all(rows(data, "math")[0][key] is None for key in bench.COUNTS)
-    for text in (" ".join(shown.split()), bench.results_table(data)):
+        assert f" | {bench_report.size(hbm.total)}" in bench_report.results_table(data).replace("**", "")
+    assert all(rows(data, "math")[0][key] is None for key in measuring.COUNTS)
+    for text in (" ".join(shown.split()), bench_report.results_table(data)):
         assert bench_report.COUNTED in text
 
 
@@ -197,14 +199,14 @@ def test_race_with_a_right_result(tmp_path, capsys, monkeypatch):
 def test_no_traffic_on_a_gpu(tmp_path, capsys):
     """Nor in results from before it was counted: no columns, no plot."""
     _, data = run(tmp_path, "--seqlens", "32", "--stages", "naive")
-    old = data | {"results": [{key: value for key, value in row.items() if key not in bench.COUNTS}
+    old = data | {"results": [{key: value for key, value in row.items() if key not in measuring.COUNTS}
                               for row in data["results"]]}
-    on_gpu = data | {"results": [row | dict.fromkeys(bench.COUNTS) for row in data["results"]]}
+    on_gpu = data | {"results": [row | dict.fromkeys(measuring.COUNTS) for row in data["results"]]}
     capsys.readouterr()
     for data in (old, on_gpu):
-        files = bench.write(data, tmp_path)
-        bench.show(data, files)
-        table = bench.results_table(data)
+        files = bench_report.write(data, tmp_path)
+        bench_report.show(data, files)
+        table = bench_report.results_table(data)
         assert "HBM" not in capsys.readouterr().out + table and not any("hbm" in file.name for file in files)
         assert table.startswith(f"| {' | '.join(COLUMNS)} |\n|---|")
 
@@ -250,13 +252,13 @@ def test_grouped_heads(tmp_path, arguments):
 def test_the_reference(causal):
     """make_case against PyTorch in float64: two computations of the same."""
     arguments = ["--batch", "2", "--heads", "4:2", "--head-dim", "8", "--causal" if causal else "--no-causal"]
-    case = bench.make_case(24, parse(*arguments))
+    case = cases.make_case(24, parse(*arguments))
     q, k, v = (x.double() for x in case.inputs)
     expected = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=True)
     torch.testing.assert_close(case.exact, {"O": expected}, rtol=0, atol=1e-12)
     assert 1e-6 < case.allowed["O"] < 1e-5 and not any(x.requires_grad for x in case.inputs)
 
-    case = bench.make_case(24, parse(*arguments, "--pass", "bwd"))
+    case = cases.make_case(24, parse(*arguments, "--pass", "bwd"))
     q, k, v, dO = (x.detach().double().requires_grad_() for x in case.inputs)
     o = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=True)
     expected = dict(zip(("dQ", "dK", "dV"), torch.autograd.grad(o, (q, k, v), dO), strict=True))
@@ -298,8 +300,8 @@ def test_stage_that_raises(tmp_path, capsys, tamper, error, status, exit_status)
 
 
 def test_reference_that_does_not_fit(tmp_path, monkeypatch):
-    make_case = bench.make_case
-    monkeypatch.setattr(bench, "make_case", lambda N, args: (
+    make_case = cases.make_case
+    monkeypatch.setattr(modes, "make_case", lambda N, args: (
         raise_(torch.OutOfMemoryError()) if N == 64 else make_case(N, args)))
     status, data = run(tmp_path, "--seqlens", "64,32", "--stages", "naive")
     assert status == 0
@@ -319,7 +321,7 @@ def test_interrupted(tmp_path, capsys, tamper):
 @pytest.mark.usefixtures("no_plots")
 def test_interrupted_while_counting(tmp_path, monkeypatch):
     """The times are kept."""
-    monkeypatch.setattr(bench, "count_traffic", lambda *_: raise_(KeyboardInterrupt()))
+    monkeypatch.setattr(modes, "count_traffic", lambda *_: raise_(KeyboardInterrupt()))
     status, data = run(tmp_path, "--seqlens", "32", "--stages", "naive")
     row, = data["results"]
     assert status == 130 and row["median_ms"] > 0 and row["findings"] is None
@@ -391,18 +393,19 @@ def test_peer_that_refuses(tmp_path, capsys):
 ])
 def test_bad_arguments(arguments, message, capsys, monkeypatch):
     monkeypatch.chdir(flash.ROOT)
-    monkeypatch.setattr(flash, "build", lambda *_, **__: pytest.fail("it built something"))
+    for module in (ahead, launch):
+        monkeypatch.setattr(module, "build", lambda *_, **__: pytest.fail("it built something"))
     with pytest.raises(SystemExit) as exit_:
-        bench.main(arguments.split())
+        modes.main(arguments.split())
     assert exit_.value.code == 2
     assert message in capsys.readouterr().err.splitlines()[-1]
 
 
 def test_all_among_others():
     """In the order of the passes, each once."""
-    assert bench.passes("bwd,fwd,bwd") == ["bwd", "fwd"]
+    assert bench_arguments.passes("bwd,fwd,bwd") == ["bwd", "fwd"]
     for text in ("all", "all,bwd", "bwd,all"):
-        assert bench.passes(text) == ["fwd", "bwd", "fwd+bwd"]
+        assert bench_arguments.passes(text) == ["fwd", "bwd", "fwd+bwd"]
 
 
 @pytest.mark.usefixtures("no_plots")
@@ -410,25 +413,25 @@ def test_markdown(tmp_path, capsys):
     _, data = run(tmp_path, "--seqlens", "32,64", "--stages", "naive,tiled")
     file = str(tmp_path / "bench_fwd.json")
     capsys.readouterr()
-    assert bench.main(["--markdown", file, "--seqlens", "32"]) == 0
+    assert modes.main(["--markdown", file, "--seqlens", "32"]) == 0
     printed = capsys.readouterr().out
-    assert printed.strip() == bench.results_table(data, 32).strip()
+    assert printed.strip() == bench_report.results_table(data, 32).strip()
     header, rule, naive, tiled, math_, empty, origin = printed.strip().split("\n")
     columns = [cell.strip() for cell in header.strip("|").split("|")]
     assert columns == [*COLUMNS, "HBM traffic", "x less than naive"]
     assert len({line.count("|") for line in (header, rule, naive, tiled, math_)}) == 1
     assert (naive + tiled).count("**") == 2 * len(columns) and "**" not in math_  # one stage is fastest
     assert "N=32" in origin and data["device"] in origin and data["note"] in origin
-    assert bench.main(["--markdown", file]) == 0
+    assert modes.main(["--markdown", file]) == 0
     assert "N=64" in capsys.readouterr().out
     with pytest.raises(SystemExit):
-        bench.main(["--markdown", file, "--seqlens", "128"])
+        modes.main(["--markdown", file, "--seqlens", "128"])
     assert "it has 32, 64" in capsys.readouterr().err
 
 
 def inspect(folder, stage, *arguments):
     """(exit status, the JSON, whether there is a plot) of a run with --inspect at tiny shapes."""
-    status = bench.main([*TINY, "--out", str(folder), "--inspect", str(stage), *arguments])
+    status = modes.main([*TINY, "--out", str(folder), "--inspect", str(stage), *arguments])
     file, = folder.glob("inspect_*.json")
     png = file.with_suffix(".png")
     return status, json.loads(file.read_text()), png.exists() and png.read_bytes().startswith(b"\x89PNG")
@@ -444,7 +447,7 @@ def test_inspect(tmp_path, capsys):
     assert data["date"] and "simulator" in data["device"] and data["software"]["torch"] == torch.__version__
     args = parse("--heads", "2:1")
     with flash.inspect() as report:
-        flash.attention(*bench.random_inputs(40, args), stage="flash2")
+        flash.attention(*cases.random_inputs(40, args), stage="flash2")
     assert data["traffic"] == report.to_dict()["traffic"]
     printed = [line.rstrip() for line in shown.splitlines()]
     assert [line for line in str(report).splitlines() if line not in printed] == []
@@ -474,9 +477,9 @@ def test_without_the_checker(tmp_path, capsys, monkeypatch):
 @pytest.mark.parametrize("direction, stage", [("fwd", "flash2"), ("bwd", "recompute")])
 def test_sweep(tmp_path, capsys, monkeypatch, direction, stage):
     """Every size that the stage takes of those to try, and the default; the fastest first."""
-    monkeypatch.setattr(bench, "TILE_SIZES", (12, 16, 32))
+    monkeypatch.setattr(modes, "TILE_SIZES", (12, 16, 32))
     options = ["--sweep", stage, "--pass", direction, "--seqlens", "32", "--out", str(tmp_path)]
-    assert bench.main([*TINY, *options]) == 0
+    assert modes.main([*TINY, *options]) == 0
     file = tmp_path / f"sweep_{direction}_{stage}.json"
     data, shown = json.loads(file.read_text()), capsys.readouterr().out
     taken = {(64, 64), (16, 32), (32, 32)}
@@ -489,11 +492,11 @@ def test_sweep(tmp_path, capsys, monkeypatch, direction, stage):
 
 
 def test_sweep_shows_what_is_wrong(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(bench, "TILE_SIZES", (32,))
+    monkeypatch.setattr(modes, "TILE_SIZES", (32,))
     mine = tmp_path / "mine.cuh"
     text = (flash.STAGES / "fwd_04_flash2.cuh").read_text()
     mine.write_text(text.replace("O_reg[r][c] *= alpha", "O_reg[r][c] *= BLOCK_R == 32 ? 1.f : alpha"))
-    assert bench.main([*TINY, "--sweep", str(mine), "--seqlens", "64", "--out", str(tmp_path)]) == 1
+    assert modes.main([*TINY, "--sweep", str(mine), "--seqlens", "64", "--out", str(tmp_path)]) == 1
     shown = " ".join(capsys.readouterr().out.split())
     assert "Br=32 Bc=32: the largest error in O is" in shown and "Best of 2: Br=64 Bc=64" in shown
 
@@ -501,7 +504,7 @@ def test_sweep_shows_what_is_wrong(tmp_path, capsys, monkeypatch):
 def test_inspect_needs_no_gpu(tmp_path, monkeypatch):
     """With one, too, it takes CPU tensors, and the defaults for them."""
     monkeypatch.setattr(flash, "default_device", lambda: torch.device("cuda"))
-    args, = bench.parse_arguments(["--inspect", "flash2", "--out", str(tmp_path)])
+    args, = bench_arguments.parse_arguments(["--inspect", "flash2", "--out", str(tmp_path)])
     assert (args.device.type, args.seqlens, args.batch, args.H) == ("cpu", [128], 1, 2)
 
 
@@ -556,11 +559,11 @@ def test_gradients(tmp_path, capsys, direction, flops):
     assert f"Attention {bench_report.PASSES[direction]}, B=1" in shown
     assert f"FLOPs: {flops} B H N N d" in shown
     columns = [*COLUMNS[:-1], "peak memory", COLUMNS[-1], "HBM traffic", "x less than naive"]
-    assert bench_report.columns(data) == columns and bench.results_table(data).startswith(
+    assert bench_report.columns(data) == columns and bench_report.results_table(data).startswith(
         f"| {' | '.join(columns)} |\n|---|")
     assert max(map(len, shown.split("Ceiling")[0].splitlines())) <= 100 and "…" not in shown
     before = f"O and L are made before, by {best_forward()}."
-    assert (before in shown) == (before in bench.results_table(data)) == (direction == "bwd")
+    assert (before in shown) == (before in bench_report.results_table(data)) == (direction == "bwd")
     for plot in ("time", "memory", "tflops", "hbm"):
         png = tmp_path / f"bench_{direction.replace('+', '_')}_{plot}.png"
         assert png.read_bytes().startswith(b"\x89PNG") and png.stat().st_size > 20_000
@@ -570,7 +573,7 @@ def test_gradients(tmp_path, capsys, direction, flops):
 @pytest.mark.usefixtures("no_plots")
 def test_all_passes(tmp_path, capsys):
     """Each has its table and its JSON, and takes the stages that it knows."""
-    status = bench.main([*TINY, "--out", str(tmp_path), "--pass", "all", "--seqlens", "32", "--peers", "none",
+    status = modes.main([*TINY, "--out", str(tmp_path), "--pass", "all", "--seqlens", "32", "--peers", "none",
                          "--stages", "flash2,naive,recompute"])
     shown = capsys.readouterr().out
     assert status == 0
@@ -596,15 +599,15 @@ def test_pairs(monkeypatch):
         dataclasses.replace(example, number=i, name=name, after=after, direction=direction)
         for i, (name, after) in enumerate(ladders[direction].items(), 1)])
     both, backward = (parse("--pass", direction) for direction in ("fwd+bwd", "bwd"))
-    pairs = [bench.forward_stage(stage, both).name for stage in both.stages]
+    pairs = [competitors.forward_stage(stage, both).name for stage in both.stages]
     assert pairs == ["naive", "flash2", "flash2", "vectorized", "mma", "swizzle", "cp_async", "cp_async"]
-    labels = [bench.of_stage(stage, both).label for stage in both.stages]
+    labels = [competitors.of_stage(stage, both).label for stage in both.stages]
     assert labels == ["naive", "flash2 + recompute", "flash2 + deterministic", "vectorized", "mma",
                       "swizzle + split", "cp_async", "cp_async + newer"]
-    assert {bench.forward_stage(stage, backward) for stage in backward.stages} == {best}
+    assert {competitors.forward_stage(stage, backward) for stage in backward.stages} == {best}
     mine = dataclasses.replace(backward.stages[0], number=0, name="mine", after="recompute")
-    assert bench.forward_stage(mine, both).name == "flash2"
-    assert bench.forward_stage(dataclasses.replace(mine, after=""), both) == best
+    assert competitors.forward_stage(mine, both).name == "flash2"
+    assert competitors.forward_stage(dataclasses.replace(mine, after=""), both) == best
 
 
 @pytest.mark.parametrize("name", BACKWARD)
@@ -614,16 +617,16 @@ def test_only_the_backward_pass_is_timed(monkeypatch, name):
     monkeypatch.setattr(flash, "attention", lambda *tensors, **options: (
         calls.append(options), attention(*tensors, **options))[1])
     args = parse("--pass", "bwd", "--stages", name)
-    inputs = bench.random_inputs(16, args)
-    with bench.poisoned_memory():
-        call = bench.of_stage(*args.stages, args).prepare("bwd", *inputs)
+    inputs = cases.random_inputs(16, args)
+    with cases.poisoned_memory():
+        call = competitors.of_stage(*args.stages, args).prepare("bwd", *inputs)
         assert len(calls) == 1 and calls[0]["backward"].name == name and calls[0]["deterministic"] is False
         first, second = call(), call()
     assert len(calls) == 1 and not torch.are_deterministic_algorithms_enabled()
-    case = bench.make_case(16, args)
+    case = cases.make_case(16, args)
     for gradients in (first, second):
         assert [x.shape for x in gradients] == [x.shape for x in inputs[:3]]
-        error_in, error = bench.worst_error(gradients, case)
+        error_in, error = cases.worst_error(gradients, case)
         assert error <= case.allowed[error_in]
 
 
@@ -661,7 +664,7 @@ def test_memory_of_gradients(tmp_path, direction):
 def test_traffic_of_gradients(tmp_path):
     """Of the backward pass alone, or of both: what flash.inspect() counts."""
     args = parse("--pass", "bwd", "--heads", "2:1")
-    q, k, v, dO = bench.random_inputs(40, args)
+    q, k, v, dO = cases.random_inputs(40, args)
     with flash.inspect() as forward:
         o = flash.attention(q, k, v, causal=True, stage="naive", backward="naive", deterministic=False)
     with flash.inspect() as backward:
@@ -673,7 +676,7 @@ def test_traffic_of_gradients(tmp_path):
         _, data = run(tmp_path, *arguments, direction=direction)
         row, = data["results"]
         assert bench_report.traffic(row) == total
-        assert f" | {bench_report.size(total)}" in bench.results_table(data).replace("**", "")
+        assert f" | {bench_report.size(total)}" in bench_report.results_table(data).replace("**", "")
 
 
 @pytest.mark.usefixtures("no_plots")
@@ -689,7 +692,7 @@ def test_gradients_of_other_shapes(tmp_path, arguments):
 def test_interrupted_in_the_second_pass(tmp_path, capsys, tamper_gradient):
     """The results of the first are there, and those of the second so far; the third is not begun."""
     tamper_gradient("recompute", 0, lambda x: raise_(KeyboardInterrupt()) if x.shape[2] == 32 else x)
-    assert bench.main([*TINY, "--out", str(tmp_path), "--pass", "all", "--seqlens", "24,32", "--stages",
+    assert modes.main([*TINY, "--out", str(tmp_path), "--pass", "all", "--seqlens", "24,32", "--stages",
                        "naive,recompute", "--peers", "none"]) == 130
     data = {file.stem: json.loads(file.read_text()) for file in tmp_path.glob("*.json")}
     measured = {name: [(row["name"], row["N"]) for row in one["results"]] for name, one in data.items()}
@@ -759,12 +762,15 @@ def test_ratios_are_measured_and_kept(tmp_path, monkeypatch):
         shape = ratios.Shape(direction, dtype, 16, True, 1, "2:1", 32, "ampere_tuned", "math")
         cases[shape] = shape.arguments(tmp_path)
     built = []
-    build = flash.build
-    monkeypatch.setattr(flash, "build", lambda *call: built.append(build(*call)))
+    build = launch.build
+    for module in (ahead, launch):
+        monkeypatch.setattr(module, "build", lambda *call: built.append(build(*call)))
     ratios.build_all(list(cases.values()), ratios.Progress())
-    monkeypatch.setattr(flash, "build", lambda *call: built.append(build(*call)) or built[-1])
+    for module in (ahead, launch):
+        monkeypatch.setattr(module, "build", lambda *call: built.append(build(*call)) or built[-1])
     before = set(built)
-    data = bench.origin(next(iter(cases.values()))) | {"date": {"bf16": "2030-01-02", "fp16": "2030-01-03"}}
+    data = measuring.origin(next(iter(cases.values()))) | {
+        "date": {"bf16": "2030-01-02", "fp16": "2030-01-03"}}
     ratios.run(cases, data | {"rows": []}, file)
     assert set(built) == before and len(before) == 3  # what is built ahead is what is run
     data = json.loads(file.read_text())
@@ -813,7 +819,7 @@ def test_files_beside_stages(tmp_path, capsys):
     """Each pass takes the files that are for it, by their parameters; a file may be called as a stage is."""
     forward = copy_of("flash2", "fwd", tmp_path / "flash2.cuh")
     backward = copy_of("recompute", "bwd", tmp_path / "mine.cuh")
-    assert bench.main([*TINY, "--out", str(tmp_path), "--pass", "fwd,bwd", "--seqlens", "32", "--peers",
+    assert modes.main([*TINY, "--out", str(tmp_path), "--pass", "fwd,bwd", "--seqlens", "32", "--peers",
                        "none", "--stages", f"{backward},flash2,{forward}"]) == 0
     shown = capsys.readouterr().out
     labels = {file.stem: [(row["label"], row["status"]) for row in json.loads(file.read_text())["results"]]
@@ -837,7 +843,7 @@ def test_files_by_mode(tmp_path, monkeypatch, capsys):
     own = tmp_path / "mine.cuh"
     own.write_text(own.read_text().replace("after:   naive", "after:   recompute"))
     both = parse("--pass", "fwd+bwd", "--stages", "mine.cuh")
-    assert bench.of_stage(*both.stages, both).label == "flash2 + mine.cuh"
+    assert competitors.of_stage(*both.stages, both).label == "flash2 + mine.cuh"
     (tmp_path / "mine" / "mine.cuh").write_text(own.read_text())
     with pytest.raises(SystemExit):
         parse("--stages", "mine.cuh,mine/mine.cuh", "--pass", "bwd")

@@ -7,11 +7,9 @@ import sys
 import pytest
 import torch
 
-import bench
-import bench_rungs
-import bench_staircase
 import flash
-from flash_ladder import launch
+from flash_ladder import ahead, launch
+from flash_ladder.bench import arguments, cases, modes, rung_cases, rungs, staircase
 
 sys.path.insert(0, str(flash.ROOT / "results"))
 import headers  # noqa: E402
@@ -28,7 +26,7 @@ DEFAULTS = {"tuned": "any GPU", "ampere": "sm_80", "hopper": "sm_90a"}
 def quick_on_the_cpu(monkeypatch):
     """No GPU, whatever the machine has, and a tiny shape to count."""
     monkeypatch.setattr(flash, "default_device", lambda: torch.device("cpu"))
-    monkeypatch.setattr(bench_rungs, "SHAPE_COUNTED", (1, 1, 32, 16))
+    monkeypatch.setattr(rung_cases, "SHAPE_COUNTED", (1, 1, 32, 16))
 
 
 def row(name, tflops, **others):
@@ -51,13 +49,13 @@ def result(*rows):
 
 def run(folder, *arguments):
     """(exit status, the JSON) of a run without a GPU."""
-    status = bench.main(["--rungs", "--out", str(folder), *arguments])
+    status = modes.main(["--rungs", "--out", str(folder), *arguments])
     return status, json.loads((folder / "rungs.json").read_text())
 
 
 def bar():
     """A progress bar that nobody sees, and its task."""
-    progress = bench_rungs.Progress()
+    progress = rungs.Progress()
     return progress, progress.add_task("")
 
 
@@ -65,11 +63,11 @@ def bar():
 def case(tmp_path):
     """case(stages, direction): bench.py's arguments for them at a tiny shape, and its Case."""
     def case(stages, direction="fwd", dtype="fp32"):
-        args, = bench.parse_arguments(["--rungs", "--out", str(tmp_path), "--pass", direction,
+        args, = arguments.parse_arguments(["--rungs", "--out", str(tmp_path), "--pass", direction,
                                        "--dtype", dtype, "--stages", stages])
         args, = args.cases
         args.peers = ["math"]
-        return args, bench.make_case(args.seqlens[0], args)
+        return args, cases.make_case(args.seqlens[0], args)
 
     return case
 
@@ -85,8 +83,8 @@ def timed(monkeypatch):
             asked.append(count)
             return ms(len(asked) - 1)
 
-        monkeypatch.setattr(bench_rungs, "device_ms", device_ms)
-        monkeypatch.setattr(bench_rungs, "host_times", lambda call: (0.1, 4.0))
+        monkeypatch.setattr(rungs, "device_ms", device_ms)
+        monkeypatch.setattr(rungs, "host_times", lambda call: (0.1, 4.0))
         return asked
 
     return timed
@@ -102,7 +100,7 @@ def test_counted_without_a_gpu(tmp_path, capsys):
     names = [(row["pass"], row["name"], row["after"]) for row in data["rows"]]
     assert names == [("fwd", "naive", ""), ("fwd", "flash2", "online_softmax"), ("bwd", "naive", ""),
                      ("bwd", "recompute", "naive")]
-    q, k, v = bench.random_inputs(32, bench.parse_arguments(["--batch", "1", "--heads", "1", "--head-dim",
+    q, k, v = cases.random_inputs(32, arguments.parse_arguments(["--batch", "1", "--heads", "1", "--head-dim",
                                                              "16", "--out", str(tmp_path)])[0])
     with flash.inspect() as report:
         flash.attention(q, k, v, causal=True, stage="flash2")
@@ -113,7 +111,7 @@ def test_counted_without_a_gpu(tmp_path, capsys):
     for direction in ("fwd", "bwd"):
         picture = tmp_path / f"rungs_{direction}_fp32.png"
         assert picture.stat().st_size > 10_000 and str(picture) in out
-        assert bench_staircase.drawn_from(picture) == bench_staircase.digest(data, direction, "fp32")
+        assert staircase.drawn_from(picture) == staircase.digest(data, direction, "fp32")
 
 
 def test_a_rung_of_ones_own(tmp_path, capsys):
@@ -132,7 +130,7 @@ def test_a_rung_of_ones_own(tmp_path, capsys):
 
 
 def test_interrupted(tmp_path, capsys, monkeypatch):
-    make_case, made = bench.make_case, []
+    make_case, made = cases.make_case, []
 
     def interrupt(N, args):
         made.append(args.direction)
@@ -140,7 +138,7 @@ def test_interrupted(tmp_path, capsys, monkeypatch):
             raise KeyboardInterrupt
         return make_case(N, args)
 
-    monkeypatch.setattr(bench, "make_case", interrupt)
+    monkeypatch.setattr(cases, "make_case", interrupt)
     status, data = run(tmp_path, "--stages", "naive", "--dtype", "fp32")
     assert status == 130 and data["interrupted"] and [row["pass"] for row in data["rows"]] == ["fwd"]
     assert "Interrupted after 1 rows" in capsys.readouterr().err
@@ -160,18 +158,19 @@ def test_interrupted(tmp_path, capsys, monkeypatch):
     ("--peers fa4", "'fa4'; there are math, flash, efficient, cudnn"),
 ])
 def test_bad_arguments(arguments, message, capsys, monkeypatch):
-    monkeypatch.setattr(flash, "build", lambda *_, **__: pytest.fail("it built something"))
+    for module in (ahead, launch):
+        monkeypatch.setattr(module, "build", lambda *_, **__: pytest.fail("it built something"))
     with pytest.raises(SystemExit) as exit_:
-        bench.main(["--rungs", *arguments.split()])
+        modes.main(["--rungs", *arguments.split()])
     assert exit_.value.code == 2 and message in capsys.readouterr().err.splitlines()[-1]
 
 
 def test_cases_on_a_gpu(monkeypatch):
     """Every rung of every branch, in fp32 and bf16, at each shape with and without a mask; with peers."""
     monkeypatch.setattr(flash, "default_device", lambda: torch.device("cuda"))
-    monkeypatch.setattr(bench, "why_not", lambda stage, args: "too old" * (stage.name == "mma"))
-    monkeypatch.setattr(bench.flash, "find_stage", lambda *_, **__: flash.stages("fwd")[0])
-    args, = bench.parse_arguments(["--rungs"])
+    monkeypatch.setattr(rung_cases, "why_not", lambda stage, args: "too old" * (stage.name == "mma"))
+    monkeypatch.setattr(flash, "find_stage", lambda *_, **__: flash.stages("fwd")[0])
+    args, = arguments.parse_arguments(["--rungs"])
     assert len(args.cases) == 2 * 2 * (3 + 3)
     for direction in ("fwd", "bwd"):
         asked = {stage.name for case in args.cases if case.direction == direction for stage in case.stages}
@@ -188,7 +187,7 @@ def test_by_turns(case, timed):
     """Each in turn; the median; a call that is slow has fewer turns."""
     args, made = case("naive,flash2")
     asked = timed(lambda i: [4.0, 4.0, 300.0][i] if i < 3 else float(i))
-    rows = bench_rungs.measured(args, made, *bar())
+    rows = rungs.measured(args, made, *bar())
     assert [row["name"] for row in rows] == ["naive", "flash2", "PyTorch math"]
     assert [row["status"] for row in rows] == ["ok"] * 3
     assert [row["turns_ms"] for row in rows] == [[3, 6, 8, 10, 12], [4, 7, 9, 11, 13], [5]]
@@ -214,24 +213,25 @@ def test_what_is_not_timed(case, timed, monkeypatch):
         return 4.0
 
     timed(too_late)
-    rows = bench_rungs.measured(args, made, *bar())
+    rows = rungs.measured(args, made, *bar())
     assert [row["status"] for row in rows] == ["ok", "wrong", "ok", "out of memory"]
     assert "the largest error in O" in rows[1]["message"] and rows[1]["tflops"] is None
     assert rows[3]["median_ms"] is None
-    monkeypatch.setattr(bench_rungs, "host_times", lambda call: (0.1, 2500.0))
-    rows = bench_rungs.measured(args, made, *bar())
+    monkeypatch.setattr(rungs, "host_times", lambda call: (0.1, 2500.0))
+    rows = rungs.measured(args, made, *bar())
     assert (rows[0]["status"], rows[0]["message"]) == ("skipped", "a call takes 2.5 s")
 
 
 @pytest.mark.parametrize("direction, stage", [("fwd", "flash2"), ("bwd", "recompute")])
 def test_what_is_built_ahead_is_run(case, monkeypatch, direction, stage):
-    build, built = flash.build, []
-    monkeypatch.setattr(flash, "build", lambda *call: built.append(build(*call)) or built[-1])
+    build, built = launch.build, []
+    for module in (ahead, launch):
+        monkeypatch.setattr(module, "build", lambda *call: built.append(build(*call)) or built[-1])
     args, made = case(stage, direction)
     launch._libraries.clear()
-    bench_rungs.build_all([args], bar()[0], checked=True)
+    rungs.build_all([args], bar()[0], checked=True)
     before = set(built)
-    bench_rungs.counted(args, made, *bar())
+    rungs.counted(args, made, *bar())
     assert set(built) == before and len(before) == 1 + (direction == "bwd")
 
 
@@ -239,14 +239,14 @@ def test_what_is_built_ahead_is_run(case, monkeypatch, direction, stage):
 def test_branches():
     """A chain goes on with the first child that leads to a default; the others begin their own."""
     data = result(*(row(name, 1.0) for name in TREE))
-    found = bench_staircase.rungs(data, "fwd")
-    chains = bench_staircase.branches(found)
+    found = staircase.rungs(data, "fwd")
+    chains = staircase.branches(found)
     assert chains == [["naive", "flash2", "tiles", "tuned"], ["side"], ["wmma", "mma", "ampere"],
                       ["tma", "hopper"]]
-    colours = bench_staircase.colours(found)
+    colours = staircase.colours(found)
     assert [len({colours[name] for name in chain}) for chain in chains] == [1] * 4
-    assert len(set(colours.values())) == 4 and colours["side"] in bench_staircase.SIDE_COLOURS
-    at = bench_staircase.places(found, {"naive", "flash2", "side", "tma"})
+    assert len(set(colours.values())) == 4 and colours["side"] in staircase.SIDE_COLOURS
+    at = staircase.places(found, {"naive", "flash2", "side", "tma"})
     assert list(at.values()) == pytest.approx([0, 1, 2.6, 4.2])
 
 
@@ -255,10 +255,10 @@ def test_gains(capsys):
     rows = [row("naive", None, status="skipped", message="a call takes 2.1 s"), row("flash2", 10.0),
             row("tiles", 14.2), row("PyTorch math", 6.9)]
     data = result(*rows, row("naive", 0.5, causal=False), row("flash2", 10.0, causal=False))
-    assert bench_staircase.table(data, "fwd", "fp32") == [
+    assert staircase.table(data, "fwd", "fp32") == [
         ["stage", "d=64 causal", "d=64 full"], ["naive", "skipped", "0.500"],
         ["flash2", "10.0", "10.0 20.0×"], ["tiles", "14.2 1.42×", "-"], ["PyTorch math", "6.90", "-"]]
-    bench_staircase.show(data, [])
+    staircase.show(data, [])
     shown = capsys.readouterr().out
     assert "naive, fwd fp32 d=64 causal N=4096: skipped: a call takes 2.1 s" in shown and "1.42×" in shown
 
@@ -269,9 +269,9 @@ def test_pictures_are_drawn_once(tmp_path, monkeypatch):
     rows[3] |= {"status": "out of memory", "tflops": None}
     data = result(*rows, row("PyTorch flash", 12.0), row("PyTorch cuDNN", 12.1))
     figures = []
-    monkeypatch.setattr(bench_staircase.plt, "close", figures.append)
-    file, = bench_staircase.draw_all(data, tmp_path)
-    assert file.name == "rungs_fwd_fp32.png" and bench_staircase.draw_all(data, tmp_path) == [file]
+    monkeypatch.setattr(staircase.plt, "close", figures.append)
+    file, = staircase.draw_all(data, tmp_path)
+    assert file.name == "rungs_fwd_fp32.png" and staircase.draw_all(data, tmp_path) == [file]
     assert len(figures) == 1
     axes, = figures[0].axes
     texts = {text.get_text(): text for text in axes.texts}
@@ -283,7 +283,7 @@ def test_pictures_are_drawn_once(tmp_path, monkeypatch):
     clashes = [(a, b) for i, a in enumerate(boxes) for b in boxes[:i] if a.overlaps(b)]
     assert not clashes
     data["rows"][0]["tflops"] = 9.0
-    bench_staircase.draw_all(data, tmp_path)
+    staircase.draw_all(data, tmp_path)
     assert len(figures) == 2
 
 
@@ -335,7 +335,7 @@ def test_renewing_headers(tmp_path, monkeypatch):
         file.write_text(f"// Forward stage {number}: {name}\n{after}//\n")
     stages = [flash.read_stage(file) for file in sorted(tmp_path.glob("*.cuh"))]
     monkeypatch.setattr(flash, "stages", lambda direction=None: stages if direction != "bwd" else [])
-    monkeypatch.setattr(headers.bench_staircase, "rungs", lambda data, direction: {
+    monkeypatch.setattr(headers.staircase, "rungs", lambda data, direction: {
         stage.name: {} for stage in stages if stage.name != "ampere"})
     for stage, name in zip(stages, ("flash2", "tiles", "ampere"), strict=True):
         object.__setattr__(stage, "name", name)
@@ -358,7 +358,7 @@ def test_part_of_readme(tmp_path, monkeypatch):
     naive = row("naive", 0.5)
     flash2 = row("flash2", 10.0) | {"after": "naive"}
     data = result(naive, flash2, naive | {"causal": False}, flash2 | {"causal": False, "tflops": 12.0})
-    bench_rungs.write(data, tmp_path / "h200" / "rungs.json")
+    rungs.write(data, tmp_path / "h200" / "rungs.json")
     text = readme.rungs()
     assert "![TFLOP/s by rung: forward, fp32](results/h200/rungs_fwd_fp32.png)" in text
     assert re.search(r"^\| flash2 \| online_softmax \| .* \| 20\.00× to 24\.00× \|$", text, re.M)
@@ -375,9 +375,9 @@ def test_headers_say_what_is_measured():
 @needs_measurement
 def test_pictures_show_what_is_measured():
     """Else: make readme."""
-    for direction, dtype in bench_staircase.figures(MEASURED):
+    for direction, dtype in staircase.figures(MEASURED):
         picture = headers.RUNGS.parent / f"rungs_{direction}_{dtype}.png"
-        assert bench_staircase.drawn_from(picture) == bench_staircase.digest(MEASURED, direction, dtype)
+        assert staircase.drawn_from(picture) == staircase.digest(MEASURED, direction, dtype)
 
 
 @needs_measurement

@@ -123,12 +123,12 @@ def times(stages: list, N: int = 1024, d: int = 64, *, B: int = 4, H: int = 12, 
     Raises:
         RuntimeError: without a GPU.
     """
-    import bench
+    from flash_ladder.bench import measuring
 
     if not gpu():
         raise RuntimeError("times() needs a GPU; without one, measure() counts HBM traffic")
     q, k, v = tensors(N, d, B=B, H=H, dtype=dtype)
-    rows = [{"stage": label, "time (ms)": f"{statistics.median(bench.milliseconds(call, DEVICE)):.4f}"}
+    rows = [{"stage": label, "time (ms)": f"{statistics.median(measuring.milliseconds(call, DEVICE)):.4f}"}
             for label, call in _calls(stages, q, k, v, causal, backward)]
     return table(rows, f"Time on this GPU: {_described(q, causal, backward)}")
 

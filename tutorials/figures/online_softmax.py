@@ -7,8 +7,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, MultipleLocator, NullLocator
 
-import bench_report
 import flash
+from flash_ladder.bench import report
 from tutorials.figures import COLOURS, arrow, blank, box, canvas
 
 WHITE, UNSEEN = "#ffffff", "#eeeeee"
@@ -93,22 +93,22 @@ def column_major(axes: Axes, Tr: int, Tc: int, colour: str) -> None:
 
 def traffic(data: dict, names: tuple[str, ...]) -> Figure:
     """Counted HBM bytes of stages against N, beside the papers' formulas (Theorem 2 of FlashAttention-1)."""
-    shape, Ns = data["shape"], bench_report.lengths(data)
+    shape, Ns = data["shape"], report.lengths(data)
     M = on_chip_numbers(data)
     figure, (axes,) = canvas(8.5, 4.2)
     for name in names:
         rows = [row for row in data["results"] if row["name"] == name]
-        axes.plot([row["N"] for row in rows], [bench_report.traffic(row) for row in rows], "o-", label=name,
+        axes.plot([row["N"] for row in rows], [report.traffic(row) for row in rows], "o-", label=name,
                   color=STAGES[name])
     for label, style, room in (("standard: N d + N²", "--", None), ("FlashAttention: N² d² / M", ":", M)):
-        axes.plot(Ns, [bench_report.paper_bytes(shape, N, room) for N in Ns], style, color="black",
+        axes.plot(Ns, [report.paper_bytes(shape, N, room) for N in Ns], style, color="black",
                   label=label)
     _log_axes(axes, Ns)
-    axes.yaxis.set_major_formatter(FuncFormatter(lambda y, _: bench_report.size(y)))
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda y, _: report.size(y)))
     axes.yaxis.set_major_locator(LogLocator(4))
     axes.yaxis.set_minor_locator(NullLocator())
     axes.set_ylabel("HBM bytes, read and written", fontsize=9)
-    axes.set_title(f"counted in the simulator, no cache:\n{bench_report.title(data)}", fontsize=10)
+    axes.set_title(f"counted in the simulator, no cache:\n{report.title(data)}", fontsize=10)
     figure.legend(loc="outside right upper", fontsize=9, frameon=False)
     return figure
 
@@ -125,7 +125,7 @@ def bytes_and_time(kernels: list[dict], data: dict, names: tuple[str, ...]) -> F
     for y, name in enumerate(names):
         total = sum(kernel["dram__bytes.sum"]["value"] for kernel in kernels if kernel["stage"] == name)
         left.barh(y, total, color=STAGES[name], height=0.6)
-        left.text(total, y, " " + bench_report.size(total), va="center", fontsize=9)
+        left.text(total, y, " " + report.size(total), va="center", fontsize=9)
         left.set_xlim(0, max(left.get_xlim()[1], 1.25 * total))
     left.set_yticks(range(len(names)), names, fontsize=9)
     left.invert_yaxis()
@@ -145,7 +145,7 @@ def times(axes: Axes, data: dict, names: tuple[str, ...], value: str = "median_m
         rows = [row for row in data["results"] if row["name"] == name and row["status"] == "ok"]
         axes.plot([row["N"] for row in rows], [row[value] for row in rows], "o-", label=name,
                   color=STAGES[name])
-    _log_axes(axes, bench_report.lengths(data))
+    _log_axes(axes, report.lengths(data))
     axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
     axes.yaxis.set_minor_locator(NullLocator())
     axes.yaxis.set_major_formatter(FuncFormatter(lambda y, _: f"{y:g}"))

@@ -1,13 +1,12 @@
 """What each rung of the ladders gives: bench.py --rungs.
 
 On a GPU all stages are timed by turns, beside PyTorch's backends, at the shapes below. Without one the
-simulator counts what each asks of HBM and of shared memory. bench_staircase.py draws both.
+simulator counts what each asks of HBM and of shared memory. staircase.py draws both.
 """
 
 from __future__ import annotations
 
 import argparse
-import concurrent.futures
 import contextlib
 import dataclasses
 import itertools
@@ -29,82 +28,18 @@ from rich.progress import (
     TimeElapsedColumn,
 )
 
-import bench
-import bench_staircase
 import flash
 
-# (B, H, N, d), each with and without a mask; in 16 bits H d is 2048, as in a model
-SHAPES_FP32 = ((4, 12, 1024, 64), (4, 12, 4096, 64), (4, 12, 4096, 128))
-SHAPES_16 = ((4, 32, 4096, 64), (4, 16, 4096, 128), (4, 8, 4096, 256))
-SHAPE_COUNTED = (1, 2, 256, 64)      # in the simulator, causal
-PEERS_FP32, PEERS_16 = "efficient,math", "flash,cudnn"
-DTYPES = "fp32,bf16"
+from .. import ahead
+from . import cases, competitors, measuring, staircase
+from .rung_cases import note_not_run
+
 TURNS = 5
 MS_A_TURN, MOST_CALLS = 20, 8        # of a turn: as many calls as fit, but no more than these
 MS_A_STAGE = 500                     # slow stages have fewer turns
 LONGEST_MS = 1000                    # of a call; slower stages are skipped
 NO_GPU = ("No GPU here. Times by rung need one: the simulator's say nothing about a GPU's. Counted instead, "
           "for one small shape: what each rung asks of HBM and of shared memory.")
-
-
-# ---------------------------------------------------------------------------------------- what is measured
-def with_cases(args: argparse.Namespace) -> argparse.Namespace:
-    """The arguments with `args.cases`: bench.py's arguments for each pass, type and shape, with their stages.
-
-    Raises:
-        ValueError: if a stage or a type is asked for that does not exist, or nothing is left to run.
-    """
-    asked = args.stages.split(",") if args.stages else []
-    own = bench.own_stages(asked, "--stages", args)
-    types = args.dtype.split(",") if args.dtype else DTYPES.split(",")
-    if unknown := set(types) - set(flash.DTYPES):
-        raise ValueError(f"--dtype: no stage takes {min(unknown)!r}; they take {', '.join(flash.DTYPES)}")
-    args.cases, args.not_run, found = [], {}, {}
-    for direction in args.passes:
-        for dtype in types:
-            one = argparse.Namespace(**vars(args) | {"direction": direction, "dtype": dtype})
-            known = bench.stages_of(direction, one)
-            known |= {text: stage for text, stage in own.items()
-                      if stage.direction == direction and flash.DTYPES[dtype] in stage.dtypes}
-            chosen = {name: stage for name, stage in known.items() if not asked or name in asked}
-            found |= chosen
-            for case in cases_of(one):
-                set_stages(case, list(chosen.values()))
-                note_not_run(case, args.not_run)
-                args.cases += [case] if case.stages else []
-    if missing := [name for name in asked if name not in found]:
-        raise ValueError(f"--stages: no stage {missing[0]!r} for {' or '.join(types)} in the pass "
-                         f"{' or '.join(args.passes)}")
-    if not args.cases:
-        raise ValueError("--rungs: no stage runs here; python flash.py says why")
-    return args
-
-
-def cases_of(args: argparse.Namespace) -> Iterator[argparse.Namespace]:
-    """The arguments for each shape of a pass and a type; no stages yet."""
-    narrow = args.dtype != "fp32"
-    peers = bench.choose_peers(args.peers or (PEERS_16 if narrow else PEERS_FP32))
-    shapes = SHAPES_16 if narrow else SHAPES_FP32
-    if args.device.type == "cpu":
-        shapes, peers = [SHAPE_COUNTED], []
-    for B, H, N, d in shapes:
-        for causal in (True, False) if args.device.type == "cuda" else (True,):
-            yield argparse.Namespace(**vars(args) | {
-                "batch": B, "H": H, "H_kv": H, "head_dim": d, "causal": causal, "seqlens": [N],
-                "peers": peers, "not_run": {}})
-
-
-def set_stages(args: argparse.Namespace, stages: list[flash.Stage]) -> None:
-    """Set `args.stages` to those that run here; why others do not goes into `args.not_run`."""
-    reasons = {stage.name: bench.why_not(stage, args) for stage in stages}
-    args.stages = [stage for stage in stages if not reasons[stage.name]]
-    args.not_run = {name: reason for name, reason in reasons.items() if reason}
-
-
-def note_not_run(args: argparse.Namespace, found: dict[str, str]) -> None:
-    """Note the stages and peers that do not run at a shape, and why: of several shapes, the first reason."""
-    for name, reason in args.not_run.items():
-        found.setdefault(f"{name}, {args.direction} {args.dtype}", reason)
 
 
 def described(args: argparse.Namespace) -> str:
@@ -118,7 +53,8 @@ def libraries(args: argparse.Namespace, checked: bool = False) -> Iterator[tuple
     """What flash.build() is called with for the stages, and for gradients also for the forward ones.
     checked: those of the pass are to be inspected."""
     d, dtype = args.head_dim, flash.DTYPES[args.dtype]
-    before = {bench.forward_stage(stage, args): None for stage in args.stages if args.direction != "fwd"}
+    before = {competitors.forward_stage(stage, args): None
+              for stage in args.stages if args.direction != "fwd"}
     for stage in (*args.stages, *before):
         tiles = stage.tiles(d, flash.shared_memory_per_block(args.device),
                             args.batch * args.H * args.seqlens[0], args.causal)
@@ -128,17 +64,11 @@ def libraries(args: argparse.Namespace, checked: bool = False) -> Iterator[tuple
 
 
 def build_all(cases: list[argparse.Namespace], bar: Progress, checked: bool = False) -> None:
-    """Compile all kernels, several at a time."""
+    """Compile all kernels, several at a time. An error comes again in its case, and is kept."""
     calls = {str(call): call for args in cases for call in libraries(args, checked)}
     task = bar.add_task("building", total=len(calls))
-    with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
-        builds = [pool.submit(flash.build, *call) for call in calls.values()]
-        try:
-            for _ in concurrent.futures.as_completed(builds):  # an error comes again, and is kept
-                bar.advance(task)
-        except KeyboardInterrupt:
-            pool.shutdown(cancel_futures=True)
-            raise
+    with contextlib.suppress(RuntimeError):
+        ahead.build_all(calls.values(), lambda: bar.advance(task))
 
 
 # ---------------------------------------------------------------------------------------- times, by turns
@@ -154,13 +84,13 @@ class Runner:
     times: list[float] = dataclasses.field(default_factory=list)
 
 
-def entries(args: argparse.Namespace) -> list[tuple[bench.Competitor, dict]]:
+def entries(args: argparse.Namespace) -> list[tuple[competitors.Competitor, dict]]:
     """The stages, then the peers that take the arguments, each with its row, which is empty."""
-    pairs = itertools.zip_longest(bench.competitors(args), args.stages)
+    pairs = itertools.zip_longest(competitors.competitors(args), args.stages)
     return [(entry, empty_row(entry, stage, args)) for entry, stage in pairs]
 
 
-def empty_row(entry: bench.Competitor, stage: flash.Stage | None, args: argparse.Namespace) -> dict:
+def empty_row(entry: competitors.Competitor, stage: flash.Stage | None, args: argparse.Namespace) -> dict:
     """A row of the results, with None for what is to be measured or counted. stage: None for a peer."""
     row = {"pass": args.direction, "dtype": args.dtype, "B": args.batch, "H": args.H, "N": args.seqlens[0],
            "d": args.head_dim, "causal": args.causal, "name": entry.label, "kind": "peer"}
@@ -194,12 +124,13 @@ def host_times(call: Callable) -> tuple[float, float]:
     return 1e3 * (enqueued - start), 1e3 * (time.perf_counter() - start)
 
 
-def check(entry: bench.Competitor, row: dict, case: bench.Case, args: argparse.Namespace) -> Runner | None:
+def check(entry: competitors.Competitor, row: dict, case: cases.Case,
+          args: argparse.Namespace) -> Runner | None:
     """Complete the row of a stage or a peer. Returns what to time, if it is right and not too slow."""
     try:
-        with bench.poisoned_memory() if entry.is_stage else contextlib.nullcontext():
+        with cases.poisoned_memory() if entry.is_stage else contextlib.nullcontext():
             call = entry.prepare(args.direction, *case.inputs)
-            row |= bench.verdict(entry, call(), case)
+            row |= cases.verdict(entry, call(), case)
         if row["status"] != "ok":
             return None
         enqueuing, one = host_times(call)
@@ -210,7 +141,7 @@ def check(entry: bench.Competitor, row: dict, case: bench.Case, args: argparse.N
             enqueuing = min(enqueuing, host_times(call)[0])
         one = device_ms(call, 1, enqueuing)
     except (RuntimeError, ValueError) as error:
-        row |= bench.failure(error)
+        row |= measuring.failure(error)
         return None
     calls = max(1, min(MOST_CALLS, int(MS_A_TURN / one)))
     return Runner(row, call, calls, max(1, min(TURNS, int(MS_A_STAGE / (calls * one)))), enqueuing)
@@ -225,10 +156,10 @@ def time_by_turns(runners: list[Runner]) -> None:
                     runner.call()
                     runner.times.append(device_ms(runner.call, runner.calls, runner.host_ms))
                 except RuntimeError as error:
-                    runner.row |= bench.failure(error)
+                    runner.row |= measuring.failure(error)
 
 
-def measured(args: argparse.Namespace, case: bench.Case, bar: Progress, task: int) -> list[dict]:
+def measured(args: argparse.Namespace, case: cases.Case, bar: Progress, task: int) -> list[dict]:
     """A row for each stage, and for each peer that takes the arguments."""
     rows, runners = [], []
     for entry, row in entries(args):
@@ -243,16 +174,16 @@ def measured(args: argparse.Namespace, case: bench.Case, bar: Progress, task: in
         if runner.row["status"] == "ok":
             ms = statistics.median(runner.times)
             runner.row |= {"turns_ms": runner.times, "median_ms": ms,
-                           "tflops": bench.tflops(ms, case.N, args)}
+                           "tflops": measuring.tflops(ms, case.N, args)}
     return rows
 
 
-def counted(args: argparse.Namespace, case: bench.Case, bar: Progress, task: int) -> list[dict]:
+def counted(args: argparse.Namespace, case: cases.Case, bar: Progress, task: int) -> list[dict]:
     """A row for each stage: its traffic, counted in the simulator."""
     rows = []
     for entry, row in entries(args):
         bar.update(task, description=f"{described(args)} {entry.label}: counting")
-        counts = bench.count_traffic(entry, case, args)
+        counts = measuring.count_traffic(entry, case, args)
         rows.append(row | {name: value for name, value in counts.items() if name in row})
         if rows[-1]["status"] == "ok":
             rows[-1]["hbm_bytes"] = counts["hbm_read_bytes"] + counts["hbm_written_bytes"]
@@ -270,10 +201,11 @@ def run(args: argparse.Namespace, data: dict, file: Path) -> None:
         for case_args in args.cases:
             bar.update(task, description=f"{described(case_args)}: float64")
             try:
-                case = bench.make_case(case_args.seqlens[0], case_args)
+                case = cases.make_case(case_args.seqlens[0], case_args)
                 rows = (counted if data["simulated"] else measured)(case_args, case, bar, task)
             except RuntimeError as error:  # too long an N; or a GPU that an earlier error left unusable
-                rows = [empty_row(bench.of_stage(stage, case_args), stage, case_args) | bench.failure(error)
+                rows = [empty_row(competitors.of_stage(stage, case_args), stage, case_args)
+                        | measuring.failure(error)
                         for stage in case_args.stages]
             data["rows"] += rows
             note_not_run(case_args, data["not_run"])
@@ -294,7 +226,7 @@ def write(data: dict, file: Path) -> None:
 def rungs(args: argparse.Namespace) -> int:
     """Measure, show, draw and write all rungs. Returns the exit status."""
     start, simulated = time.perf_counter(), args.device.type == "cpu"
-    origin = bench.origin(args.cases[0])
+    origin = measuring.origin(args.cases[0])
     data = {name: origin[name] for name in ("date", "device", "software")}
     data |= {"simulated": simulated, "note": NO_GPU if simulated else "", "interrupted": False,
              "seconds": None, "not_run": args.not_run, "rows": []}
@@ -312,7 +244,7 @@ def rungs(args: argparse.Namespace) -> int:
     data["seconds"] = round(time.perf_counter() - start)
     if data["rows"]:
         write(data, file)
-        bench_staircase.show(data, [file, *bench_staircase.draw_all(data, args.out)])
+        staircase.show(data, [file, *staircase.draw_all(data, args.out)])
     if data["interrupted"]:
         print(f"Interrupted after {len(data['rows'])} rows.", file=sys.stderr)
         return 130

@@ -1,6 +1,6 @@
 """Shows what bench.py --rungs measured: a staircase for each pass and type, and tables.
 
-`data` is a result as bench_rungs.py makes it, and as rungs.json holds it: all is drawn from that alone.
+`data` is a result as rungs.py makes it, and as rungs.json holds it: all is drawn from that alone.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from bench_report import PASSES, number, size
+from .report import PASSES, number, size
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt

@@ -1,0 +1,164 @@
+"""The command line of bench.py: what is asked for, checked."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+from pathlib import Path
+
+import torch
+
+import flash
+
+from .choosing import choose_peers, choose_stages
+from .competitors import PEERS, why_not
+from .report import PASSES, lengths
+from .rung_cases import with_cases
+
+DEFAULTS = {"seqlens": ([512, 1024, 2048, 4096], [64, 128, 256]), "batch": (4, 1), "heads": ("12", "2"),
+            "head_dim": (64, 64), "causal": (True, True), "dtype": ("fp32", "fp32"),
+            "peers": (",".join(PEERS), "math")}  # on a GPU, on the CPU
+
+
+def positive_integers(text: str) -> list[int]:
+    numbers = [int(part) if part.strip().isdecimal() else 0 for part in text.split(",")]
+    if min(numbers) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r}; it takes integers of at least 1, such as 512,1024")
+    return list(dict.fromkeys(numbers))
+
+
+def passes(text: str) -> list[str]:
+    asked = text.split(",")
+    if unknown := [name for name in asked if name not in (*PASSES, "all")]:
+        raise argparse.ArgumentTypeError(f"no pass {unknown[0]!r}; there are {', '.join(PASSES)}, and all")
+    return list(PASSES) if "all" in asked else list(dict.fromkeys(asked))
+
+
+def parse_arguments(argv: list[str] | None = None) -> list[argparse.Namespace]:
+    """The arguments for each pass, checked: what cannot run is refused here, before anything is built (exit
+    status 2)."""
+    parser = argparse.ArgumentParser(
+        description="Compares the stages with one another and with PyTorch's own attention: a table, plots "
+                    "and JSON.")
+    add = parser.add_argument
+    add("--pass", dest="passes", metavar="A,B", type=passes,
+        help=f"of {', '.join(PASSES)}, or all; each has its own table and files; default: fwd, with --rungs "
+             "fwd,bwd. bwd: the gradients alone, after the best forward stage. fwd+bwd: each backward stage "
+             "with the forward stage of its name or, if there is none, with the parent of the next namesake "
+             "on its branch (recompute: flash2)")
+    what = parser.add_mutually_exclusive_group()
+    what.add_argument("--stages", metavar="A,B",
+                      help="by name (python flash.py lists them) or a .cuh file, for bwd and fwd+bwd of the "
+                           "backward pass; each of several passes takes those it knows; default: all that "
+                           "run here")
+    what.add_argument("--inspect", metavar="STAGE",
+                      help="time nothing: run this stage, a name or a .cuh file, once in the simulator, and "
+                           "report every access to memory, and what is wrong with any; with --pass bwd, a "
+                           "stage of the backward pass")
+    what.add_argument("--sweep", metavar="STAGE",
+                      help="time this stage, a name or a .cuh file, with all tile sizes that it takes here: "
+                           "a table with the best first, and a picture; the header's tiles come from this")
+    add("--rungs", action="store_true",
+        help="time all stages, or --stages, by turns at a few shapes, and draw TFLOP/s by rung. Without a "
+             "GPU: HBM traffic and wavefronts of shared memory by rung, counted")
+    add("--line", metavar="FILE:LINE",
+        help="with --inspect: also draw which lane of a warp touches which bank or sector at this line")
+    what.add_argument("--markdown", metavar="JSON", type=Path,
+                      help="measure nothing: print this result as a table")
+    add("--seqlens", metavar="N,N", type=positive_integers,
+        help="default: 512 to 4096, or 64 to 256 on CPU; with --inspect, 128; with --sweep, the largest")
+    add("--batch", metavar="B", type=int, help="default: 4, or 1 on CPU")
+    add("--heads", metavar="H[:H_kv]", help="of Q, and of K and V if fewer; default: 12, or 2 on CPU")
+    add("--head-dim", metavar="d", type=int, help=f"a multiple of 8, to {flash.MAX_HEAD_DIM}; default: 64")
+    add("--causal", action=argparse.BooleanOptionalAction, help="default: --causal")
+    add("--dtype", help=f"of {', '.join(flash.DTYPES)}; default: fp32, with --rungs fp32 and bf16")
+    add("--peers", metavar="A,B", help=f"PyTorch's backends, of {', '.join(PEERS)}, or none; those that "
+                                       "refuse are left out; default: all, or math on CPU")
+    add("--out", metavar="FOLDER", type=Path, default=flash.BUILD / "bench", help="default: build/bench")
+    args = parser.parse_args(argv)
+    args.device = torch.device("cpu") if args.inspect else flash.default_device()
+    try:
+        if args.markdown and not args.rungs:
+            read_result(args)
+            return [args]
+        set_defaults(args)
+        if args.rungs:
+            each = [with_cases(args)]
+        else:
+            check_shape(args)
+            args.peers = choose_peers(args.peers)
+            each = [for_pass(direction, args) for direction in args.passes]
+        args.out.mkdir(parents=True, exist_ok=True)
+    except (ValueError, OSError) as error:
+        parser.error(" ".join(str(error).split()))
+    return each
+
+
+def set_defaults(args: argparse.Namespace) -> None:
+    """Set what is not given and depends on the device; check what goes together."""
+    if args.line and not args.inspect:
+        raise ValueError("--line: goes with --inspect")
+    if args.rungs:
+        options = ("inspect", "sweep", "markdown", "seqlens", "batch", "heads", "head_dim", "causal")
+        if given := [name for name in options if getattr(args, name) is not None]:
+            option = given[0].replace("_", "-")
+            raise ValueError(f"--rungs: has shapes of its own, and takes no --{option}")
+        if "fwd+bwd" in (args.passes or ()):
+            raise ValueError("--rungs: draws each pass alone: --pass fwd, bwd or fwd,bwd")
+        args.passes = args.passes or ["fwd", "bwd"]
+        return
+    args.passes = args.passes or ["fwd"]
+    if args.inspect:
+        if not (possible := flash.can_inspect()):
+            raise ValueError(f"--inspect: {possible}")
+        if args.passes not in (["fwd"], ["bwd"]):
+            raise ValueError("--inspect: takes one pass: --pass fwd, the default, or --pass bwd")
+        args.seqlens = args.seqlens or [128]
+    if args.sweep:
+        if len(args.passes) > 1:
+            raise ValueError(f"--sweep: takes one pass; --pass has {', '.join(args.passes)}")
+        args.seqlens = args.seqlens or DEFAULTS["seqlens"][args.device.type == "cpu"][-1:]
+    for option in ("inspect", "sweep"):
+        if getattr(args, option) and len(args.seqlens) > 1:
+            raise ValueError(f"--{option}: takes one N; --seqlens has {', '.join(map(str, args.seqlens))}")
+    for name, (on_gpu, on_cpu) in DEFAULTS.items():
+        if getattr(args, name) is None:
+            setattr(args, name, on_gpu if args.device.type == "cuda" else on_cpu)
+
+
+def read_result(args: argparse.Namespace) -> None:
+    """Set `args.data`, and `args.seqlens` to its last N if none is asked for."""
+    try:
+        args.data = json.loads(args.markdown.read_text())
+        there = lengths(args.data)
+    except (ValueError, TypeError, KeyError):
+        raise ValueError(f"--markdown: {args.markdown} is no result of bench.py") from None
+    args.seqlens = args.seqlens or there[-1:]
+    if missing := set(args.seqlens) - set(there):
+        raise ValueError(f"--seqlens: no N={min(missing)} in the result; it has {', '.join(map(str, there))}")
+
+
+def check_shape(args: argparse.Namespace) -> None:
+    """Check the type and the shape but for N; set `args.H` and `args.H_kv`."""
+    if args.dtype not in flash.DTYPES:
+        raise ValueError(f"--dtype: no stage takes {args.dtype!r}; they take {', '.join(flash.DTYPES)}")
+    if args.head_dim % 8 or not 8 <= args.head_dim <= flash.MAX_HEAD_DIM:
+        raise ValueError(f"--head-dim: {args.head_dim}; d must be a multiple of 8 up to {flash.MAX_HEAD_DIM}")
+    if args.batch < 1:
+        raise ValueError(f"--batch: {args.batch}; B must be at least 1")
+    heads = re.fullmatch(r"([1-9]\d*)(?::([1-9]\d*))?", args.heads)
+    if not heads or int(heads[1]) % int(heads[2] or 1):
+        raise ValueError(f"--heads: {args.heads!r}; H or H:H_kv, H a multiple of H_kv, such as 12 or 8:2")
+    args.H, args.H_kv = int(heads[1]), int(heads[2] or heads[1])
+
+
+def for_pass(direction: str, args: argparse.Namespace) -> argparse.Namespace:
+    """The arguments for one of the passes, with its stages."""
+    args = argparse.Namespace(**vars(args) | {"direction": direction, "not_run": {}})
+    args.stages = choose_stages(args)
+    if direction != "fwd" and all(why_not(stage, args) for stage in flash.stages("fwd")):
+        raise ValueError(f"--pass {direction}: no forward stage runs here; python flash.py says why")
+    return args
+
+
