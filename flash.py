@@ -41,12 +41,12 @@ __all__ = ["BUILD", "DTYPES", "FIELDS", "MAX_HEAD_DIM", "ROOT", "STAGES", "Avail
 
 if TYPE_CHECKING:
     from flash_ladder.difference import Difference, diff
-    from flash_ladder.simulator.inspection import Report
+    from flash_ladder.simulator.report import Report
 
 
 def __getattr__(name: str):
     """What needs rich or the simulator's inspection is imported when it is used."""
-    modules = {"Difference": "difference", "diff": "difference", "Report": "simulator.inspection"}
+    modules = {"Difference": "difference", "diff": "difference", "Report": "simulator.report"}
     if name not in modules:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(importlib.import_module(f"flash_ladder.{modules[name]}"), name)

@@ -15,7 +15,7 @@ from .loader import build_simulator
 from .stage import Available
 
 if TYPE_CHECKING:
-    from .simulator.inspection import Report
+    from .simulator.report import Report
 
 _inspection: contextvars.ContextVar[Report | None] = contextvars.ContextVar("inspection", default=None)
 _one_inspection = threading.Lock()
@@ -62,7 +62,7 @@ def inspect(**arrays: torch.Tensor) -> Iterator[Report]:
     for name, x in arrays.items():
         if not isinstance(x, torch.Tensor) or x.device.type != "cpu" or not has_memory(x):
             raise ValueError(f"inspect(): {name} must be a tensor on the CPU")
-    from .simulator.inspection import Report  # rich, and the C++ side: for those who inspect
+    from .simulator.report import Report  # rich, and the C++ side: for those who inspect
 
     if not (possible := can_inspect()):
         raise RuntimeError(str(possible))

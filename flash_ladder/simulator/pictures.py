@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import TYPE_CHECKING
 
 from matplotlib import colormaps
 from matplotlib.axes import Axes
@@ -10,8 +11,11 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 from matplotlib.ticker import FuncFormatter, MultipleLocator
 
-from .inspection import Access, Report, Traffic
+from .records import Access, Traffic
 from .tables import format_bytes
+
+if TYPE_CHECKING:
+    from .report import Report
 
 READ, WRITTEN = "#3b75af", "#d1783b"
 LANES = colormaps["viridis"]

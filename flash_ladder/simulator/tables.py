@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from typing import TYPE_CHECKING
 
 from rich import box
 from rich.console import Console, Group
@@ -10,7 +11,10 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from .inspection import Access, Finding, Kernel, Report, Traffic
+from .records import Access, Finding, Kernel, Traffic
+
+if TYPE_CHECKING:
+    from .report import Report
 
 WIDTH = 120
 NOTE = (

@@ -28,7 +28,7 @@ from flash_ladder.reference import (
     reference,
     reference_gradients,
 )
-from flash_ladder.simulator.inspection import Access
+from flash_ladder.simulator.records import Access
 from flash_ladder.simulator.tables import format_bytes
 
 from .exercise import COMMAND, Exercise, problem_of

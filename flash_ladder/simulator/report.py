@@ -7,310 +7,29 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import functools
 import itertools
 import json
 import re
-import subprocess
 from collections import defaultdict
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
 
-INCLUDE = Path(__file__).resolve().parent / "include"
-GUARD_ROWS = 64        # of red zone before and after the rows of a head
-GUARD_BYTES = 1 << 14  # of red zone around memory without rows
-ALIGNMENT = 128        # of red zones and heads: as a GPU's cache lines
+from .guards import ALIGNMENT, GUARD_BYTES, GUARD_ROWS, Array, extent, guarded_strides, once, overlap
+from .records import (
+    Access,
+    Barrier,
+    Finding,
+    Kernel,
+    Party,
+    Place,
+    Traffic,
+    merged,
+    places_of,
+    source_lines,
+)
 
-
-# --------------------------------------------------------------------------------------- where in the source
-@dataclass(frozen=True)
-class Place:
-    """A line of a kernel's source, and the lines that called the function in which it stands."""
-
-    file: str
-    line: int
-    callers: tuple[str, ...] = ()  # "file:line", the nearest first
-    text: str = ""                 # the source of the line, as it was
-
-    @classmethod
-    def read(cls, file: str, line: int, callers: tuple[str, ...] = ()) -> Place:
-        """With the line's text, from the file."""
-        lines = _source_lines(file)
-        return cls(file, line, callers, lines[line - 1].strip() if 0 < line <= len(lines) else "")
-
-    def __str__(self) -> str:
-        return f"{Path(self.file).name}:{self.line}"
-
-
-NOWHERE = Place("?", 0)
-
-
-@functools.cache
-def _source_lines(file: str) -> list[str]:
-    path = Path(file)
-    return path.read_text(errors="replace").splitlines() if path.is_file() else []
-
-
-def places_of(addresses: list) -> list[Place]:
-    """The source of addresses in libraries, [library, offset] each or None, by addr2line.
-
-    Without that program the library and the offset stand in for file and line.
-    """
-    found: dict[tuple, Place] = {}
-    for library in {address[0] for address in addresses if address}:
-        offsets = sorted({address[1] for address in addresses if address and address[0] == library})
-        try:
-            out = subprocess.run(["addr2line", "-a", "-i", "-e", library, *map(hex, offsets)],
-                                 capture_output=True, text=True).stdout
-        except FileNotFoundError:
-            for offset in offsets:
-                found[library, offset] = Place(f"{Path(library).name}+{offset:#x}", 0)
-            continue
-        for part in re.split(r"^(?=0x)", out, flags=re.M)[1:]:
-            address, *lines = part.splitlines()
-            calls = [re.match(r"(.*):(\d+)", line) for line in lines]
-            kernel = [c for c in calls if c and _is_kernel_source(c[1])]
-            if kernel:
-                callers = tuple(f"{Path(c[1]).name}:{c[2]}" for c in kernel[1:])
-                found[library, int(address, 16)] = Place.read(kernel[0][1], int(kernel[0][2]), callers)
-    return [found.get(tuple(address), NOWHERE) if address else NOWHERE for address in addresses]
-
-
-def _is_kernel_source(file: str) -> bool:
-    system = file.startswith(("/usr/include/", "/usr/lib/")) or "/include/c++/" in file
-    return Path(file).suffix in (".cu", ".cuh", ".h", ".hpp", ".cpp") and not (
-        system or Path(file).is_relative_to(INCLUDE))
-
-
-# --------------------------------------------------------------------------------------- what is reported
-@dataclass(frozen=True)
-class Party:
-    """One side of a finding: a thread, and where it was."""
-
-    block: tuple[int, int, int]
-    thread: tuple[int, int, int]
-    kind: str  # "read", "write", "atomic", "copy" (cp.async), or "" for waiting or failing
-    place: Place
-
-    def __str__(self) -> str:
-        thread, block = (x[0] if x[1:] == (0, 0) else x for x in (self.thread, self.block))
-        return f"thread {thread} of block {block}"
-
-
-@dataclass(frozen=True)
-class Finding:
-    """A mistake in a kernel, at its first occurrence.
-
-    what: "race", "out of bounds", "misaligned", "uninitialised" (a read of what nothing has written),
-    "barrier" (threads at different barriers), "deadlock", or "error" (a failed assert, say).
-    """
-
-    what: str
-    kernel: str
-    element: str  # such as K_smem[70] or O[0, 1, 5, 3]
-    parties: tuple[Party, ...]
-    count: int    # how often it happened
-    message: str
-
-    @property
-    def places(self) -> list[Place]:
-        return [party.place for party in self.parties]
-
-    def __str__(self) -> str:
-        return self.message
-
-
-@dataclass(frozen=True)
-class Access:
-    """What one line of one kernel asked of one array, all its requests together.
-
-    units are sectors of 32 bytes (HBM), or wavefronts (shared memory). ideal: sectors if the bytes lay side
-    by side, wavefronts without bank conflicts. (Lanes of 4 bytes: 1 ideally, n with an n-way conflict.)
-
-    example is the worst request, as the address of each lane: in bytes from the start of shared memory, or of
-    the cache line (128 bytes) in which the array starts. example_elements: such as K[0, 1, 5, 3].
-    """
-
-    kernel: str
-    place: Place
-    memory: str        # "HBM" or "shared"
-    kind: str          # "read", "write", "atomic" or "copy" (of cp.async, to shared memory)
-    array: str
-    access_bytes: int  # of a lane
-    requests: int
-    lanes: int         # that took part, over all requests
-    bytes: int         # asked for, over all requests; what several lanes of one ask for, once
-    unique: int        # different ones of these in each launch; of HBM only
-    units: int
-    ideal: int
-    worst: int         # units of the worst request
-    example: dict[int, int] = field(repr=False)           # by lane
-    example_elements: dict[int, str] = field(repr=False)  # by lane; of HBM only
-
-    @property
-    def units_per_request(self) -> float:
-        return self.units / self.requests
-
-    @property
-    def ways(self) -> float:
-        """Units per ideal unit: n for an n-way bank conflict."""
-        return self.units / self.ideal
-
-
-def _merged(accesses: list[Access]) -> list[Access]:
-    """One Access for all instructions that the compiler has made of one access of the source."""
-    merged: dict[tuple, Access] = {}
-    for a in accesses:
-        key = (a.kernel, a.place, a.memory, a.kind, a.array, a.access_bytes)
-        b = merged.get(key, a)
-        totals = ("requests", "lanes", "bytes", "unique", "units", "ideal")
-        sums = {name: getattr(a, name) + getattr(b, name) for name in totals}
-        merged[key] = a if b is a else replace(a if a.worst > b.worst else b, **sums)
-    return list(merged.values())
-
-
-@dataclass
-class Traffic:
-    """HBM traffic in bytes: what warps ask for, how much of that is distinct in a launch, and in sectors."""
-
-    read: int = 0
-    written: int = 0
-    unique_read: int = 0
-    unique_written: int = 0
-    moved: int = 0  # in sectors of 32 bytes, read and written
-
-    @property
-    def total(self) -> int:
-        return self.read + self.written
-
-    def __iadd__(self, other: Traffic) -> Traffic:
-        for name in vars(self):
-            setattr(self, name, getattr(self, name) + getattr(other, name))
-        return self
-
-
-@dataclass(frozen=True)
-class Barrier:
-    """A line of one kernel at which threads wait for each other."""
-
-    place: Place
-    name: str   # __syncwarp(), __syncthreads() or a relative of it
-    count: int  # over all blocks; of __syncwarp(), over all warps
-
-
-@dataclass(frozen=True)
-class Kernel:
-    """A kernel, over all its launches."""
-
-    name: str
-    grid: tuple[int, int, int]   # of the last launch
-    block: tuple[int, int, int]
-    launches: int
-    blocks: int
-    shared_bytes: int            # a block
-    barrier_lines: tuple[Barrier, ...]  # in the order of the source
-    thread_accesses: int
-    traffic: dict[str, Traffic]  # by array
-
-    @property
-    def barriers(self) -> int:
-        """__syncthreads and its relatives, over all blocks."""
-        return sum(b.count for b in self.barrier_lines) - self.warp_barriers
-
-    @property
-    def warp_barriers(self) -> int:
-        """__syncwarp, over all warps."""
-        return sum(b.count for b in self.barrier_lines if b.name == "__syncwarp()")
-
-
-# --------------------------------------------------------------------------------------- arrays
-@dataclass
-class _Array:
-    """Global memory as the checker knows it."""
-
-    number: int
-    name: str
-    region: torch.Tensor       # uint8: with its red zones
-    start: int                 # of element 0, in bytes from the region's start
-    shape: tuple[int, ...]
-    strides: tuple[int, ...]   # in bytes
-    element_bytes: int
-
-    def element(self, offset: int) -> str:
-        """The name of the element at an offset in the region, such as K[0, 1, 5, 3]."""
-        index = self._index(offset)
-        shape = "" if self._holds(index) else f", outside of its shape {self.shape}"
-        name = f"({self.name})" if "," in self.name else self.name
-        return f"{name}[{', '.join(map(str, index))}]{shape}"
-
-    def _index(self, offset: int) -> list[int]:
-        index, rest = [0] * len(self.shape), offset - self.start
-        long = [axis for axis in range(len(self.shape)) if self.shape[axis] > 1 and self.strides[axis]]
-        for axis in sorted(long or range(len(self.shape))[-1:], key=lambda axis: -self.strides[axis]):
-            index[axis], rest = divmod(rest, self.strides[axis] or self.element_bytes)
-        if {1, 2} < set(long) and len(index) == 4 and index[2] >= self.shape[2] + GUARD_ROWS // 2:
-            rows = self.strides[1] // self.strides[2]  # nearer to the next head
-            index[1:3] = [index[1] + 1, index[2] - rows]
-        return index
-
-    def _holds(self, index: list[int]) -> bool:
-        return all(0 <= i < size for i, size in zip(index, self.shape, strict=True))
-
-
-def _guarded_strides(x: torch.Tensor) -> list[int]:
-    """Strides, in elements, for a copy with red zones between the heads of a (B, H, N, d) tensor.
-
-    A repeated dimension (stride 0) stays one. Every row keeps its place within a cache line.
-    """
-    if x.dim() != 4:
-        return list(x.stride())
-    B, H, N, d = x.shape
-    row = x.stride(2) if N > 1 and (x.stride(2) == 0 or d <= x.stride(2) <= 4 * d) else d
-    line = ALIGNMENT // x.element_size()
-    head = _at_least((N + GUARD_ROWS) * max(row, d), x.stride(1), line)
-    batch = _at_least(H * head, x.stride(0), line)
-    return [0 if B > 1 and x.stride(0) == 0 else batch, 0 if H > 1 and x.stride(1) == 0 else head, row, 1]
-
-
-def _at_least(least: int, like: int, modulus: int) -> int:
-    """The first number from `least` on that is `like` modulo `modulus`."""
-    return least + (like - least) % modulus
-
-
-def _once(x: torch.Tensor) -> torch.Tensor:
-    """Without the repetitions of dimensions with stride 0."""
-    return x[tuple(slice(0, 1) if stride == 0 else slice(None) for stride in x.stride())]
-
-
-def _extent(shape: tuple[int, ...], strides: tuple[int, ...]) -> int:
-    """Elements from the first to the last one, both included."""
-    steps = (n - 1 for n in shape)
-    return 0 if 0 in shape else 1 + sum(n * stride for n, stride in zip(steps, strides, strict=True))
-
-
-def _overlap(x: torch.Tensor, y: torch.Tensor) -> bool:
-    """Whether two tensors share elements."""
-    starts, ends = zip(*((t.data_ptr(), t.data_ptr() + _extent(t.shape, t.stride()) * t.element_size())
-                         for t in (x, y)), strict=True)
-    if max(starts) >= min(ends):
-        return False
-    if x.untyped_storage().data_ptr() != y.untyped_storage().data_ptr():
-        return True  # of NumPy's, say
-    used = torch.zeros(x.untyped_storage().nbytes(), dtype=torch.bool)
-
-    def bytes_of(t: torch.Tensor) -> torch.Tensor:
-        size = t.element_size()
-        strides = [*(stride * size for stride in t.stride()), 1]
-        return used.as_strided([*t.shape, size], strides, t.storage_offset() * size)
-
-    _once(bytes_of(x)).fill_(True)
-    return bool(bytes_of(y).any())
-
-
-# --------------------------------------------------------------------------------------- findings in words
 WAIT = " (cp_async_commit, later cp_async_wait)"
 
 
@@ -387,7 +106,7 @@ class Report:
         self.accesses: list[Access] = []
         self.flops = 0
         self.complete = False
-        self._arrays: list[_Array] = []
+        self._arrays: list[Array] = []
         self.runtime = runtime  # the library with the checker
         self._checker = ctypes.CDLL(str(runtime))
         self._checker.sim_check_report.restype = ctypes.c_char_p
@@ -395,19 +114,19 @@ class Report:
 
     # ------------------------------------------------------------------------------- while it is open
     def _register(self, name: str, region: torch.Tensor, start: int, x: torch.Tensor, initialised: bool,
-                  strides: tuple[int, ...]) -> _Array:
+                  strides: tuple[int, ...]) -> Array:
         if len(region) > 1 << 32:
             raise ValueError(f"inspect(): {name} takes more than 4 GiB with its red zones")
         element = x.element_size()
         valid = torch.zeros(len(region) // element + 1, dtype=torch.uint8)
-        _once(valid.as_strided(x.shape, strides, start // element)).fill_(1)
+        once(valid.as_strided(x.shape, strides, start // element)).fill_(1)
         number = self._checker.sim_check_array(name.encode(), ctypes.c_void_p(region.data_ptr()),
                                                ctypes.c_size_t(len(region)), element,
                                                ctypes.c_void_p(valid.data_ptr()), int(initialised))
         if number < 0:
             raise ValueError(f"inspect(): too little memory to watch the {x.nbytes:,} bytes of {name}: "
                              "the checker needs about 20 times as much for floats")
-        array = _Array(number, name, region, start, tuple(x.shape), tuple(s * element for s in strides),
+        array = Array(number, name, region, start, tuple(x.shape), tuple(s * element for s in strides),
                        element)
         self._arrays.append(array)
         return array
@@ -419,12 +138,12 @@ class Report:
             ValueError: if two of them overlap, or one is too large.
         """
         for (name, x), (other, y) in itertools.combinations(arrays.items(), 2):
-            if _overlap(x, y):
+            if overlap(x, y):
                 raise ValueError(f"inspect(): {name} and {other} share elements: name only one of them")
         for name, x in arrays.items():
             start = x.storage_offset() * x.element_size()
             first = start // ALIGNMENT * ALIGNMENT
-            size = _extent(x.shape, x.stride()) * x.element_size()
+            size = extent(x.shape, x.stride()) * x.element_size()
             memory = torch.empty(0, dtype=torch.uint8).set_(x.untyped_storage())
             self._register(name, memory[first:start + size], start - first, x, True, x.stride())
 
@@ -437,16 +156,16 @@ class Report:
         """
         copies, arrays = {}, []
         for name, x in {**inputs, **outputs}.items():
-            strides, size = _guarded_strides(x), x.element_size()
+            strides, size = guarded_strides(x), x.element_size()
             guard = max(GUARD_BYTES, GUARD_ROWS * max(strides[-2:]) * size)
             guard = -(-guard // ALIGNMENT) * ALIGNMENT
             start = guard + x.storage_offset() * size % ALIGNMENT
-            bytes_ = start + _extent(x.shape, strides) * size + guard
+            bytes_ = start + extent(x.shape, strides) * size + guard
             memory = torch.full([bytes_ + ALIGNMENT], 0xFF, dtype=torch.uint8)  # NaN
             region = memory[-memory.data_ptr() % ALIGNMENT:][:bytes_]
             copy = region[start:bytes_ - guard].view(x.dtype).as_strided(x.shape, strides)
             if name in inputs:
-                _once(copy).copy_(_once(x))
+                once(copy).copy_(once(x))
             copies[name] = copy
             arrays.append(self._register(name, region, start, x, name in inputs, tuple(strides)))
         try:
@@ -462,7 +181,7 @@ class Report:
         """Take over what the checker has found and counted."""
         data = json.loads(self._checker.sim_check_report())
         self._checker.sim_check_end()
-        _source_lines.cache_clear()
+        source_lines.cache_clear()
         places = places_of(data["places"])
         self._add_findings(data["findings"], places)
         self.more_findings = data["more_findings"]
@@ -498,7 +217,7 @@ class Report:
                 name, places[c["access"]], "HBM" if number >= 0 else "shared", kind, array_name,
                 *(c[x] for x in ("access_bytes", "requests", "lanes", "bytes", "unique", "units", "ideal",
                                  "worst")), example, elements))
-        self.accesses = _merged(self.accesses)
+        self.accesses = merged(self.accesses)
         barriers = sorted((Barrier(Place.read(b["file"], b["line"]), b["name"], b["count"])
                            for b in k["barriers"]), key=lambda b: (b.place.file, b.place.line))
         self.kernels.append(Kernel(
