@@ -33,20 +33,22 @@ from flash_ladder.registry import find_stage, lineage, parent, read_stage, stage
 from flash_ladder.sources import ROOT, STAGES
 from flash_ladder.stage import DTYPES, FIELDS, Available, Stage
 
-__all__ = ["BUILD", "DTYPES", "FIELDS", "MAX_HEAD_DIM", "ROOT", "STAGES", "Available", "Difference", "Report",
-           "Stage", "__version__", "attention", "build", "build_simulator", "can_inspect", "compile",
-           "default_device", "definitions", "describe_device", "diff", "find_nvcc", "find_stage", "inspect",
-           "lineage", "nvcc_version", "parent", "read_stage", "scaled_dot_product_attention",
-           "shared_memory_per_block", "stages"]
+__all__ = ["BUILD", "DTYPES", "FIELDS", "MAX_HEAD_DIM", "ROOT", "STAGES", "Available", "Difference",
+           "Explanation", "Report", "Stage", "__version__", "attention", "build", "build_simulator",
+           "can_inspect", "compile", "default_device", "definitions", "describe_device", "diff", "explain",
+           "find_nvcc", "find_stage", "inspect", "lineage", "nvcc_version", "parent", "read_stage",
+           "scaled_dot_product_attention", "shared_memory_per_block", "stages"]
 
 if TYPE_CHECKING:
     from flash_ladder.difference import Difference, diff
+    from flash_ladder.explain import Explanation, explain
     from flash_ladder.simulator.report import Report
 
 
 def __getattr__(name: str):
     """What needs rich or the simulator's inspection is imported when it is used."""
-    modules = {"Difference": "difference", "diff": "difference", "Report": "simulator.report"}
+    modules = {"Difference": "difference", "diff": "difference", "Explanation": "explain",
+               "explain": "explain", "Report": "simulator.report"}
     if name not in modules:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(importlib.import_module(f"flash_ladder.{modules[name]}"), name)

@@ -6,6 +6,7 @@ The next call with the same key looks at addresses only, and launches.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -134,9 +135,28 @@ def _key(q, k, v, mask, causal, scale, stage, backward, deterministic, tiles, he
     return key
 
 
-def _check_and_run(key: tuple | None, q, k, v, mask, causal, scale, stage, backward, deterministic, tiles,
-                   heads):
-    """(o, L), by a Call that is kept for the key. Checks the arguments, those of the backward pass, too."""
+@dataclass(frozen=True)
+class Checked:
+    """A call's arguments, all of them right, and the stages that it takes.
+
+    tensors: q, k and v as the stages get them. forward: the stage and its tiles. backward: likewise, and
+    -DDETERMINISTIC; None if the call needs none and names none. converted: autocast's type if they were
+    converted. operator: somebody waits for one.
+    """
+
+    tensors: list[torch.Tensor]
+    diagonal: int | None
+    scale: float
+    deterministic: bool | None
+    forward: tuple[Stage, dict[str, int]]
+    backward: tuple[Stage, dict[str, int], bool] | None
+    needs_gradients: bool
+    converted: torch.dtype | None
+    operator: bool
+
+
+def checked(q, k, v, mask, causal, scale, stage, backward, deterministic, tiles, heads) -> Checked:
+    """Check the arguments, those of the backward pass, too; choose the stages. Errors: as of attention()."""
     names = NAMES[mask]
     check_dimensions(q, k, v, names)
     if torch._C._are_functorch_transforms_active():
@@ -148,7 +168,6 @@ def _check_and_run(key: tuple | None, q, k, v, mask, causal, scale, stage, backw
     q, k, v = (x.resolve_neg() for x in (q, k, v))
     dtype = q.dtype
     q, k, v = _autocast(q, k, v, stage, backward)
-    converted = q.dtype if q.dtype != dtype else None
     operator = has_dispatch(q, k, v)
     check_tensors(q, k, v, names, traced=operator)
     _check_heads(q, k, heads)
@@ -157,27 +176,37 @@ def _check_and_run(key: tuple | None, q, k, v, mask, causal, scale, stage, backw
         deterministic = as_bool("deterministic", deterministic)
     forward_tiles, backward_tiles = _split(tiles)
     scale = as_scale(scale, q.shape[3])
-    stage, forward_tiles = choose(stage, q, "fwd", deterministic, causal, **forward_tiles)
-    gradients = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
+    forward = choose(stage, q, "fwd", deterministic, causal, **forward_tiles)
+    needs_gradients = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
     chosen = None
-    if gradients or backward is not None or backward_tiles:
+    if needs_gradients or backward is not None or backward_tiles:
         backward, sizes = choose(backward, q, "bwd", deterministic, causal, **backward_tiles)
         # as torch.use_deterministic_algorithms() says now: it may not in the backward pass
         wanted = torch.are_deterministic_algorithms_enabled() if deterministic is None else deterministic
         chosen = backward, sizes, wanted and backward.can_be_deterministic
-    if operator:
-        sizes = chosen[1] if chosen else {}
+    return Checked([q, k, v], diagonal, scale, deterministic, forward, chosen, needs_gradients,
+                   q.dtype if q.dtype != dtype else None, operator)
+
+
+def _check_and_run(key: tuple | None, *arguments):
+    """(o, L), by a Call that is kept for the key. arguments: of checked()."""
+    found = checked(*arguments)
+    q, k, v = found.tensors
+    stage, tiles = found.forward
+    backward, backward_tiles, deterministic = found.backward or (None, {}, False)
+    if found.operator:
         return torch.ops.flash.forward(
-            q, k, v, diagonal, scale, as_text(stage), as_text(backward), deterministic, forward_tiles["Br"],
-            forward_tiles["Bc"], sizes.get("Br"), sizes.get("Bc"))
-    if q.device.type == "cuda" and not tiles:
-        build_variants(stage, q.dtype, q.shape[3], causal, q.device, False, scale < 0)
-        if gradients:
-            build_variants(backward, q.dtype, q.shape[3], causal, q.device, chosen[2], scale < 0)
+            q, k, v, found.diagonal, found.scale, as_text(stage), as_text(backward), found.deterministic,
+            tiles["Br"], tiles["Bc"], backward_tiles.get("Br"), backward_tiles.get("Bc"))
+    if q.device.type == "cuda":
+        causal = found.diagonal is not None
+        build_variants(stage, q.dtype, q.shape[3], causal, q.device, False, found.scale < 0)
+        if found.needs_gradients:
+            build_variants(backward, q.dtype, q.shape[3], causal, q.device, deterministic, found.scale < 0)
     o = q.detach().to("meta")  # the layout that empty_like() gives it, without memory
-    plan = plan_for(stage, forward_tiles, False, diagonal, scale, {"Q": q, "K": k, "V": v, "O": o})
-    call = Call(plan, diagonal, scale, chosen if gradients else None,
-                stage_files(backward) if gradients else None, converted)
+    plan = plan_for(stage, tiles, False, found.diagonal, found.scale, {"Q": q, "K": k, "V": v, "O": o})
+    call = Call(plan, found.diagonal, found.scale, found.backward if found.needs_gradients else None,
+                stage_files(backward) if found.needs_gradients else None, found.converted)
     if key:
         keep(_calls, key, call)
     return call.run(q, k, v)

@@ -71,6 +71,11 @@ class Plan:
         self._at = [getattr(struct, name).offset // 8
                     for name in (*TENSORS[stage.direction], "workspace")]
 
+    @property
+    def workspace_bytes(self) -> int:
+        """Scratch memory of a launch."""
+        return 4 * self._workspace_floats
+
     def is_current(self) -> bool:
         """Whether no file of the stage has changed."""
         return self.library.files.are_unchanged()

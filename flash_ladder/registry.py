@@ -168,6 +168,26 @@ def best_stage(ladder: list[Stage], device: torch.device, dtype: torch.dtype, de
                  and (d is None or s.fits(d, shared_memory_per_block(device)))), first)
 
 
+def why_this(stage: Stage, asked: str | Path | Stage | None, dtype: torch.dtype, device: torch.device,
+             deterministic: bool | None, d: int) -> str:
+    """Why find_stage() gave this stage for these arguments, in words."""
+    if asked is not None:
+        return "the call names it"
+    ladder = stages(stage.direction)
+    first = next(_by_preference(ladder, device, dtype))
+    if stage == first:
+        since = f"from {stage.default} on" if stage.default != "any GPU" else "on any GPU"
+        return f"the end of its branch, which is taken {since}"
+    wanted = torch.are_deterministic_algorithms_enabled() if deterministic is None else deterministic
+    if wanted and not first.can_be_deterministic:
+        problem = "is not deterministic"
+    elif not (available := first.available(device, dtype)):
+        problem = f"cannot run here: {available}"
+    else:
+        problem = f"has no tiles that fit d={d} into {shared_memory_per_block(device)} bytes of shared memory"
+    return f"the nearest relative of {first.name}, which {problem}"
+
+
 def _by_preference(ladder: list[Stage], device: torch.device, dtype: torch.dtype) -> Iterator[Stage]:
     """All stages, some several times. For each default, that of the latest architecture that the device has
     first: it, what grew from it, its parent, what else grew from that, and so on. At last, the rest."""

@@ -183,6 +183,10 @@ class Stage:
         except ArithmeticProblem as error:
             raise ValueError(f"{line_of(self.path, field)}: {field}: {error}") from None
 
+    def shared_bytes(self, d: int, tiles: dict[str, int]) -> int:
+        """Shared memory that a block of its largest kernel asks for: the header's formula."""
+        return self._value("shared", self.shared, d=d, **tiles)
+
     @property
     def _suffix(self) -> str:
         return "_bwd" if self.direction == "bwd" else ""
@@ -192,7 +196,7 @@ class Stage:
         for limit in filter(None, map(str.strip, self.limits.split(";"))):
             if not self._value("limits", limit, d=d, **tiles):
                 return f"{self} needs {limit}, and got {sizes}"
-        needed = self._value("shared", self.shared, d=d, **tiles)
+        needed = self.shared_bytes(d, tiles)
         if needed > shared_memory:
             return (f"{self} with {sizes}, d={d} needs {needed} bytes of shared memory a block, "
                     f"and this device has {shared_memory}")

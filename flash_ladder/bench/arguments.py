@@ -160,5 +160,3 @@ def for_pass(direction: str, args: argparse.Namespace) -> argparse.Namespace:
     if direction != "fwd" and all(why_not(stage, args) for stage in flash.stages("fwd")):
         raise ValueError(f"--pass {direction}: no forward stage runs here; python flash.py says why")
     return args
-
-

@@ -1,0 +1,174 @@
+"""flash.explain(): what a call takes, and why."""
+
+from __future__ import annotations
+
+import io
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from .attention import Checked, checked
+from .compiled import Kernel, kernels_of
+from .launch import definitions
+from .plan import FLOPS_PER_COLUMN, plan_for, visible_pairs
+from .registry import why_this
+from .sources import ROOT, source_files
+from .stage import Stage
+
+TITLES = {"fwd": "forward", "bwd": "backward"}
+WITHOUT_GPU = "sm_90a"  # what registers are counted for
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A stage that a call takes, and what that comes to.
+
+    Attributes:
+        why, why_tiles: in words.
+        shared_bytes: dynamic shared memory a block of its largest kernel, as the header says.
+        workspace_bytes: scratch memory of the call.
+        flops: of the products, over the pairs of a query and a key that it sees.
+        hbm_bytes: read and written without a mask, if nothing is cached; None: the header does not say.
+        kernels: as compiled for `architecture`; empty: see `problem`.
+        files: that are compiled.
+    """
+
+    stage: Stage
+    why: str
+    tiles: dict[str, int]
+    why_tiles: str
+    shared_bytes: int
+    workspace_bytes: int
+    flops: int
+    hbm_bytes: int | None
+    architecture: str
+    kernels: tuple[Kernel, ...]
+    problem: str
+    files: tuple[Path, ...]
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """Both stages of a call; print() it, or leave it to a notebook to show."""
+
+    title: str
+    forward: Choice
+    backward: Choice | None
+
+    def __rich__(self) -> Table:
+        shown = [x for x in (self.forward, self.backward) if x]
+        table = Table(title=self.title, title_justify="left", show_lines=False)
+        table.add_column("")
+        for one in shown:
+            table.add_column(TITLES[one.stage.direction], overflow="fold")
+        for name, texts in zip(ROWS, zip(*map(_rows, shown))):
+            table.add_row(name, *texts)
+        return table
+
+    def __str__(self) -> str:
+        """In colours if it goes to a terminal."""
+        out = io.StringIO()
+        console = Console(file=out, force_terminal=sys.stdout.isatty(), force_jupyter=False, width=110)
+        console.print(self.__rich__())
+        return out.getvalue().rstrip("\n")
+
+    __repr__ = __str__
+
+    def _repr_html_(self) -> str:
+        console = Console(record=True, file=io.StringIO(), force_jupyter=False, width=110)
+        console.print(self.__rich__())
+        return console.export_html(inline_styles=True, code_format="<pre>{code}</pre>")
+
+
+ROWS = ("stage", "because", "tiles", "because", "shared memory", "workspace", "kernels", "FLOPs",
+        "HBM traffic", "files")
+
+
+def _rows(one: Choice) -> list[str]:
+    kernels = []
+    for kernel in one.kernels:
+        # only the largest kernel has all of the header's shared memory: the small ones have static arrays
+        main = kernel.name in ("forward_kernel", "backward_kernel")
+        occupancy = kernel.occupancy(one.architecture, one.shared_bytes * main)
+        kernels.append(f"{kernel.name}: {kernel.registers} registers"
+                       + f", {kernel.spilled_bytes} bytes spilled" * bool(kernel.spilled_bytes)
+                       + f"; {occupancy}" * bool(occupancy))
+    hbm = "not in the header" if one.hbm_bytes is None else f"{one.hbm_bytes:,} bytes without mask and cache"
+    tiles = ", ".join(f"{name}={size}" for name, size in one.tiles.items())
+    files = [file.relative_to(ROOT) if file.is_relative_to(ROOT) else file for file in one.files]
+    return [
+        one.stage.name, one.why, tiles, one.why_tiles,
+        f"{one.shared_bytes:,} bytes a block", f"{one.workspace_bytes:,} bytes",
+        one.problem or "\n".join([f"for {one.architecture}:", *kernels]), f"{one.flops:,}", hbm,
+        "\n".join(map(str, files))]
+
+
+def explain(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool = False,
+            scale: float | None = None, stage: str | Path | Stage | None = None,
+            backward: str | Path | Stage | None = None, deterministic: bool | None = None,
+            architecture: str | None = None, **tiles: int) -> Explanation:
+    """Which stages a call of `attention` with these arguments takes and why, and what that comes to.
+
+        print(flash.explain(q, k, v, causal=True))
+
+    Args:
+        q, k, v, causal, scale, stage, backward, deterministic, tiles: as of `attention`.
+        architecture: to compile for, such as "sm_80": registers and occupancy are of that. Default: the
+            GPU's; without one, sm_90a.
+    Returns:
+        An Explanation: a table; its numbers are in `forward` and, if the call needs a gradient or names a
+        backward stage, in `backward`.
+    Raises:
+        ValueError, RuntimeError: as `attention`. Without nvcc the table says so in the row of the kernels.
+    """
+    call = checked(q, k, v, "causal", causal, scale, stage, backward, deterministic, tiles, "any")
+    q, k, v = call.tensors
+    if architecture is None:
+        architecture = WITHOUT_GPU
+        if q.device.type == "cuda":
+            major, minor = torch.cuda.get_device_capability(q.device)
+            architecture = f"sm_{major}{minor}" + "a" * (major == 9)
+    forward = _choice(call, "fwd", stage, *call.forward, False, tiles, deterministic, architecture)
+    chosen = None
+    if call.backward:
+        chosen = _choice(call, "bwd", backward, *call.backward, tiles, deterministic, architecture)
+    mask = "causal" if causal else "no mask"
+    title = (f"q {tuple(q.shape)}, k and v {tuple(k.shape)}, {str(q.dtype).removeprefix('torch.')}, {mask}, "
+             f"on {q.device}")
+    return Explanation(title, forward, chosen)
+
+
+def _choice(call: Checked, direction: str, asked, stage: Stage, tiles: dict[str, int], deterministic: bool,
+            asked_tiles: dict[str, int], wanted: bool | None, architecture: str) -> Choice:
+    q, k, v = call.tensors
+    (B, H, N_q, d), (_, H_kv, N_k, _) = q.shape, k.shape
+    tensors = {"Q": q, "K": k, "V": v, "O": q}
+    if direction == "bwd":
+        tensors |= {"dO": q, "dQ": q, "dK": k, "dV": v}
+    plan = plan_for(stage, tiles, deterministic, call.diagonal, call.scale, tensors)
+    macros = definitions(stage, q.dtype, d, call.diagonal is not None, tiles, deterministic, call.scale < 0)
+    kernels: list[Kernel] = []
+    problem = ""
+    try:
+        kernels = kernels_of(stage, macros, architecture)
+    except RuntimeError as error:
+        problem = str(error)
+    suffix = "_bwd" * (direction == "bwd")
+    named = [name for name in tiles if f"{name}{suffix}" in asked_tiles]
+    causal = call.diagonal is not None
+    if named:
+        why_tiles = f"{' and '.join(named)} by the call"
+    elif tiles == stage.default_tiles(d, 1 << (B * H * N_q).bit_length() - 1, causal):
+        why_tiles = "the header's rule for this d, size and mask"
+    else:
+        why_tiles = "the nearest to the header's that fit into this device's shared memory"
+    return Choice(
+        stage, why_this(stage, asked, q.dtype, q.device, wanted, d), tiles, why_tiles,
+        stage.shared_bytes(d, tiles), plan.workspace_bytes,
+        FLOPS_PER_COLUMN[direction] * B * H * d * visible_pairs(N_q, N_k, call.diagonal),
+        stage.hbm_bytes(B, H, N_q, N_k, d, H_kv=H_kv, **tiles), architecture, tuple(kernels), problem,
+        tuple(source_files(ROOT / f"flash_{direction}.cu", stage.path)))
