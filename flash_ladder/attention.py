@@ -17,8 +17,7 @@ from .inspection import current_report
 from .launch import stage_files
 from .loader import debug
 from .operators import Call, as_text, has_dispatch, is_plain, of_text
-from .plan import choose, keep, plan_for
-from .registry import find_stage
+from .plan import choose, find_or_convert, keep, plan_for
 from .stage import Stage
 
 
@@ -196,13 +195,14 @@ def _check_and_run(key: tuple | None, *arguments):
     backward, backward_tiles, deterministic = found.backward or (None, {}, False)
     if found.operator:
         return torch.ops.flash.forward(
-            q, k, v, found.diagonal, found.scale, as_text(stage), as_text(backward), found.deterministic,
-            tiles["Br"], tiles["Bc"], backward_tiles.get("Br"), backward_tiles.get("Bc"))
+            q, k, v, found.diagonal, found.scale, as_text(stage), as_text(backward, q.dtype),
+            found.deterministic, tiles["Br"], tiles["Bc"], backward_tiles.get("Br"), backward_tiles.get("Bc"))
     if q.device.type == "cuda":
         causal = found.diagonal is not None
         build_variants(stage, q.dtype, q.shape[3], causal, q.device, False, found.scale < 0)
         if found.needs_gradients:
-            build_variants(backward, q.dtype, q.shape[3], causal, q.device, deterministic, found.scale < 0)
+            dtype = q.dtype if q.dtype in backward.dtypes else backward.dtypes[0]
+            build_variants(backward, dtype, q.shape[3], causal, q.device, deterministic, found.scale < 0)
     o = q.detach().to("meta")  # the layout that empty_like() gives it, without memory
     plan = plan_for(stage, tiles, False, found.diagonal, found.scale, {"Q": q, "K": k, "V": v, "O": o})
     call = Call(plan, found.diagonal, found.scale, found.backward if found.needs_gradients else None,
@@ -267,7 +267,7 @@ def _autocast_type(device: str, dtype: torch.dtype, stage: str | None, backward:
     """Autocast's type, or float32 if a stage that the call names does not take it, or none that runs here."""
     for direction, name in [("fwd", stage), *[("bwd", backward)] * gradients]:
         try:
-            find_stage(of_text(name), dtype, torch.device(device), direction)
+            find_or_convert(of_text(name), dtype, torch.device(device), direction)
         except (ValueError, RuntimeError):
             return torch.float32
     return dtype

@@ -68,7 +68,8 @@ class _Attention(torch.autograd.Function):
         stage, tiles, deterministic = call.backward
         if torch.is_grad_enabled() or not is_plain(q, k, v, o, lse, dO):
             gradients = torch.ops.flash.backward(q, k, v, o, lse, dO, dL, call.diagonal, call.scale,
-                                                 as_text(stage), deterministic, tiles["Br"], tiles["Bc"])
+                                                 as_text(stage, q.dtype), deterministic, tiles["Br"],
+                                                 tiles["Bc"])
         else:
             gradients = backward(q, k, v, o, lse, dO, dL, call.diagonal, call.scale, stage, tiles,
                                  deterministic)
@@ -86,10 +87,13 @@ def is_plain(*tensors: torch.Tensor) -> bool:
                 or torch._C._get_tracing_state() is not None or forward_ad._current_level >= 0)
 
 
-def as_text(stage: str | Path | Stage | None) -> str | None:
-    """A stage as an operator's argument: its name, or the path of its file, which has a slash."""
+def as_text(stage: str | Path | Stage | None, dtype: torch.dtype | None = None) -> str | None:
+    """A stage as an operator's argument: its name, or the path of its file, which has a slash.
+
+    dtype: of the tensors; None for a stage that does not take it, but was chosen: find_or_convert().
+    """
     if isinstance(stage, Stage):
-        return str(stage.path)
+        return str(stage.path) if dtype is None or dtype in stage.dtypes else None
     return os.path.join(".", str(stage)) if isinstance(stage, Path) else stage
 
 

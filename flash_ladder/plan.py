@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
+import warnings
 
 import torch
 
@@ -17,7 +19,7 @@ from .devices import shared_memory_per_block
 from .inspection import current_report
 from .launch import PARAMS, Library, Tensor, definitions, load
 from .loader import debug
-from .registry import find_stage
+from .registry import find_stage, stages
 from .stage import MANY, Stage
 
 # In the order in which a plan takes them
@@ -33,12 +35,33 @@ def choose(stage, q: torch.Tensor, direction: str = "fwd", deterministic: bool |
            causal: bool = False, **tiles: int | None) -> tuple[Stage, dict[str, int]]:
     """The stage that a call asks for, and its tile sizes; checked."""
     d = int(q.shape[3])
-    stage = find_stage(stage, q.dtype, q.device, direction, deterministic, d)
+    stage = find_or_convert(stage, q.dtype, q.device, direction, deterministic, d)
     chosen = {name: size for name, size in tiles.items() if size is not None}
     rows = q.shape[0] * q.shape[1] * q.shape[2]
     if not isinstance(rows, int):  # traced with dynamic shapes: the operator will see a number
         rows = MANY
     return stage, stage.tiles(d, shared_memory_per_block(q.device), rows, causal, **chosen)
+
+
+def find_or_convert(stage, dtype: torch.dtype, device: torch.device, direction: str,
+                    deterministic: bool | None = False, d: int | None = None) -> Stage:
+    """find_stage(); but where no backward stage of a 16-bit type runs, one that takes float32: the gradients
+    are then those of converted tensors. Before sm_80, such as on a T4."""
+    if direction == "bwd" and stage is None and dtype in (torch.float16, torch.bfloat16):
+        known = stages("bwd")
+        if (not any(s.available(device, dtype) for s in known if dtype in s.dtypes)
+                and any(s.available(device, torch.float32) for s in known)):
+            stage = find_stage(None, torch.float32, device, direction, deterministic, d)
+            _warn_of_conversion(dtype, str(device), stage.name)
+            return stage
+    return find_stage(stage, dtype, device, direction, deterministic, d)
+
+
+@functools.cache  # once
+def _warn_of_conversion(dtype: torch.dtype, device: str, name: str) -> None:
+    warnings.warn(f"no backward stage of {dtype} runs on {device}, as they need sm_80: the gradients come "
+                  f"from stage {name!r}, over tensors converted to float32. That takes their memory twice more, "
+                  "and the time of a float32 backward pass", stacklevel=2)
 
 
 class Plan:
@@ -172,7 +195,15 @@ def forward_outputs(q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 def backward(q, k, v, o, lse, do, dlse, diagonal: int | None, scale: float | None, stage: Stage,
              tiles: dict[str, int], deterministic: bool):
-    """(dq, dk, dv), from what forward was given and gave. dlse: None for zeros. deterministic: the macro."""
+    """(dq, dk, dv), from what forward was given and gave. dlse: None for zeros. deterministic: the macro.
+
+    If the stage does not take their type, by way of float32: see find_or_convert().
+    """
+    if q.dtype not in stage.dtypes:
+        wide = [x.to(stage.dtypes[0]) for x in (q, k, v, o)]
+        gradients = backward(*wide, lse, do.to(stage.dtypes[0]), dlse, diagonal, scale, stage, tiles,
+                             deterministic)
+        return tuple(x.to(q.dtype) for x in gradients)
     tensors = {"Q": q, "K": k, "V": v, "O": aligned(o), "dO": aligned(do), "L": lse.contiguous(),
                "dL": None if dlse is None else dlse.contiguous(),
                "dQ": torch.empty_like(q), "dK": torch.empty_like(k), "dV": torch.empty_like(v)}

@@ -58,6 +58,7 @@ def plans(monkeypatch) -> list[tuple]:
 
 @pytest.fixture
 def nothing_is_built(monkeypatch):
+    monkeypatch.setattr(plan, "_plans", {})
     monkeypatch.setattr(launch, "build", lambda *_, **__: pytest.fail("built something before the error"))
 
 
@@ -477,6 +478,58 @@ def test_autocast_without_stages_for_its_type(monkeypatch):
     with torch.autocast("cpu", torch.bfloat16):
         assert flash.attention(q, k, v).dtype == torch.bfloat16
         assert flash.attention(q, k, v, backward="naive").dtype == torch.float32
+
+
+@pytest.fixture
+def like_a_T4(monkeypatch):
+    """No stage of the 16-bit types that needs sm_80 runs: what is left of them is forward wmma, in fp16."""
+    def available(self, device=None, dtype=None):
+        needed = self.needs_for(dtype)
+        return flash.Available(f"needs {needed}" * (needed not in ("any GPU", "sm_70")))
+    monkeypatch.setattr(flash.Stage, "available", available)
+    plan._warn_of_conversion.cache_clear()
+
+
+@pytest.mark.usefixtures("like_a_T4")
+@pytest.mark.parametrize("deterministic", [None, True])
+def test_16_bit_training_before_sm_80(deterministic):
+    """By a float32 backward stage over converted tensors; said once. And refused where it is named."""
+    q, k, v = leaves(dtype=torch.float16)
+    do, dlse = random_gradients(q)
+    dlse = dlse.float()
+    with pytest.warns(UserWarning, match="no backward stage of torch.float16 runs on cpu, as they need"):
+        o, lse = flash.attention(q, k, v, causal=True, return_lse=True, deterministic=deterministic)
+    with warnings.catch_warnings(action="error"):
+        flash.attention(q, k, v, deterministic=deterministic)
+        gradients = torch.autograd.grad([o, lse], [q, k, v], [do, dlse], retain_graph=True)
+        compiled = torch.compile(lambda *x: flash.attention(*x, causal=True, deterministic=deterministic),
+                                 backend="aot_eager", fullgraph=True)
+        of_compiled = torch.autograd.grad(compiled(q, k, v), [q, k, v], do)
+        of_o = torch.autograd.grad(o, [q, k, v], do)
+    check_gradients(gradients, *(x.detach() for x in (q, k, v)), do, -3, None, dlse)
+    check_gradients(of_compiled, *(x.detach() for x in (q, k, v)), do, -3)
+    assert all(x.dtype == torch.float16 for x in gradients)
+    if deterministic:
+        assert all(torch.equal(x, y) for x, y in zip(of_compiled, of_o))
+        (call,) = (c for c in attention._calls.values() if c.diagonal is not None)
+        assert call.backward[0].deterministic
+    with pytest.raises(RuntimeError, match="^backward stage 'mma' cannot run on cpu: needs sm_80"):
+        flash.attention(q, k, v, backward="mma")
+    with pytest.raises(ValueError, match="^backward stage 'naive' takes torch.float32"):
+        flash.attention(q, k, v, backward="naive")
+    with pytest.raises(RuntimeError, match="cannot run on cpu: needs sm_80"):
+        flash.attention(*(x.bfloat16() for x in (q, k, v)))
+
+
+@pytest.mark.usefixtures("like_a_T4")
+def test_autocast_before_sm_80():
+    """In fp16, gradients included."""
+    q, k, v = leaves()
+    with torch.autocast("cpu", torch.float16), pytest.warns(UserWarning, match="no backward stage"):
+        o = flash.attention(q, k, v)
+    assert o.dtype == torch.float16
+    o.sum().backward()
+    assert q.grad.dtype == torch.float32
 
 
 # ------------------------------------------------------------------------------------------ compile
