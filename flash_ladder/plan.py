@@ -60,8 +60,8 @@ def find_or_convert(stage, dtype: torch.dtype, device: torch.device, direction: 
 @functools.cache  # once
 def _warn_of_conversion(dtype: torch.dtype, device: str, name: str) -> None:
     warnings.warn(f"no backward stage of {dtype} runs on {device}, as they need sm_80: the gradients come "
-                  f"from stage {name!r}, over tensors converted to float32. That takes their memory twice more, "
-                  "and the time of a float32 backward pass", stacklevel=2)
+                  f"from stage {name!r}, over tensors converted to float32. That takes their memory twice "
+                  "more, and the time of a float32 backward pass", stacklevel=2)
 
 
 class Plan:

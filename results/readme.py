@@ -1,7 +1,7 @@
-"""Writes the parts of README.md that are made from elsewhere: the ladders, from the stages' headers, the
-measured results, from the JSON files here, and a finding of the checker, from a stage broken on purpose. Also
-the lists of stages in flash_fwd.cu and flash_bwd.cu, the staircases, and what the stages' headers say is
-measured (headers.py). `make readme` runs it; a test fails when README.md is stale.
+"""Writes the parts of README.md and docs/ that are made from elsewhere: the ladder, from the stages' headers,
+the measured results, from the JSON files here, and a finding of the checker, from a stage broken on purpose.
+Also the lists of stages in flash_fwd.cu and flash_bwd.cu, the staircases, and what the stages' headers say is
+measured (headers.py). `make readme` runs it; a test fails when one is stale.
 """
 
 import json
@@ -26,27 +26,71 @@ RESULTS = ROOT / "results"
 SHOWN_N = 1024
 LONG = (1024, 2048, 4096)
 SIXTEEN = ("bf16", "fp16")
-POINTED_AT = (  # in README's text, with the file and the code of the line
+POINTED_AT = (  # in the texts, with the file and the code of the line
     (r"(--line fwd_01_naive\.cuh:)\d+", "fwd_01_naive.cuh", "s += Q["),
     (r"(line=\"fwd_04_flash2\.cuh:)\d+", "fwd_04_flash2.cuh", "= K_smem["),
     (r"(break fwd_04_flash2\.cuh:)\d+", "fwd_04_flash2.cuh", "S_reg[r][c] +="))
 
 
 def ladder() -> str:
-    """The stages as Markdown tables, one for each direction: with the stage that each grew from, and, at the
-    end of a branch, the architecture from which on calls take it."""
-    names = {dtype: name for name, dtype in flash.DTYPES.items()}
-    tables = []
-    for direction in ("fwd", "bwd"):
-        lines = [f"{report.PASSES[direction].capitalize()}:", "",
-                 "| # | stage | after | types | needs | default | idea |", "|---|---|---|---|---|---|---|"]
-        for s in flash.stages(direction):
-            types = ", ".join(names[dtype] for dtype in s.dtypes)
-            link = f"[{s.name}]({s.path.relative_to(ROOT)})"
-            lines.append(f"| {s.number} | {link} | {s.after or '-'} | {types} | {s.needs} | "
-                         f"{s.default or '-'} | {s.idea} |")
-        tables.append("\n".join(lines))
-    return "\n\n".join(tables)
+    """Both ladders as one Markdown table, a rung a line: the stage that it grew from, its files, their
+    differences, and, in bold at the end of a branch, the architecture from which on calls take it."""
+    by_name: dict[str, dict[str, flash.Stage]] = {}
+    for s in flash.stages():
+        by_name.setdefault(s.name, {})[s.direction] = s
+    lines = ["| stage | after | forward | backward | idea |", "|---|---|---|---|---|"]
+    for name, found in by_name.items():
+        first = next(iter(found.values()))
+        default = f" [{first.default}]" if first.default else ""
+        bold = "**" if first.default else ""
+        cells = [cell(found[direction]) if direction in found else "" for direction in ("fwd", "bwd")]
+        after = dict.fromkeys(s.after for s in found.values() if s.after)
+        row = [f"{bold}{name}{bold}{default}", ", ".join(after), *cells, first.idea]
+        lines.append(f"| {' | '.join(row)} |")
+    return "\n".join(lines)
+
+
+def cell(stage: flash.Stage) -> str:
+    """A link to a stage, and one to its difference from its parent."""
+    link = f"[{stage.number}]({stage.path.relative_to(ROOT)})"
+    anchor = f"docs/diffs_{report.PASSES[stage.direction]}.md#{stage.name}"
+    return f"{link}, [diff]({anchor})" if stage.after else link
+
+
+def diffs(direction: str) -> str:
+    """A page with the differences of all rungs of a ladder from their parents."""
+    what = report.PASSES[direction]
+    parts = [f"# What each {what} rung changes", "Made by `make readme` from the stages; "
+             "`python flash.py diff NAME` prints one, `flash.diff(...)` shows it in a notebook."]
+    for stage in flash.stages(direction):
+        if stage.after:
+            found = flash.diff(stage)
+            lines = "\n".join(line.rstrip() for line in found.lines)
+            parts.append(f"## {stage.name}\n\n{stage.idea[0].upper()}{stage.idea[1:]}.\n\n{found.title}\n\n"
+                         f"```diff\n{lines}\n```")
+    return "\n\n".join(parts) + "\n"
+
+
+def speed() -> str:
+    """The ends of the branches beside the first rung and PyTorch's backends, at N = 4096."""
+    data = json.loads((RESULTS / "h200" / "rungs.json").read_text())
+    peers_of = {"fp32": ("PyTorch efficient (3xTF32)",), "bf16": ("PyTorch flash", "PyTorch cuDNN")}
+    lines = ["| | d | mask | first rung | end of branch | PyTorch |", "|---|---:|---|---:|---:|---|"]
+    shapes = dict.fromkeys((row["dtype"], row["pass"], row["d"], row["causal"]) for row in data["rows"]
+                           if row["N"] == 4096 and row["d"] < 256)
+    for dtype, direction, d, causal in shapes:
+        rows = {row["name"]: row for row in data["rows"] if row["status"] == "ok" and row["N"] == 4096 and
+                (row["dtype"], row["pass"], row["d"], row["causal"]) == (dtype, direction, d, causal)}
+        ladder = [row for row in rows.values() if row["kind"] == "stage"]
+        end = next(row for row in ladder if row["default"])
+        peers = [f"{name.removeprefix('PyTorch ')} {rows[name]['tflops']:.0f}" for name in peers_of[dtype]
+                 if name in rows]
+        lines.append(f"| {report.PASSES[direction]}, {dtype} | {d} | {'causal' if causal else 'full'} | "
+                     f"{ladder[0]['name']} {report.number(ladder[0]['tflops'])} | {end['name']} "
+                     f"**{end['tflops']:.0f}** | {', '.join(peers)} |")
+    origin = (f"TFLOP/s at N=4096, B=4 (H d = 768 or 1536 in fp32, 2048 in bf16); {data['device']}; measured "
+              f"on {data['date'][:10]} by `python bench.py --rungs`. flash is PyTorch's FlashAttention-2.")
+    return "\n".join([*lines, "", origin])
 
 
 def rungs() -> str:
@@ -360,36 +404,49 @@ def lessons() -> str:
     return "\n".join(lines)
 
 
-def updated(text: str) -> str:
-    """README's text with its parts between <!-- name --> and <!-- end of name --> made anew. What is not
-    measured yet needs no place."""
-    for name, make in {"ladder": ladder, "rungs": rungs, "results": results, "backward": backward,
-                       "ratios": ratios, "long": long, "results16": results16, "backward16": backward16,
-                       "ratios16": ratios16, "finding": finding, "traffic": traffic, "counts": counts,
-                       "conflicts": conflicts, "lessons": lessons}.items():
-        if not (made := make()):
+PARTS = ("ladder", "speed", "lessons", "rungs", "results", "backward", "ratios", "long", "results16",
+         "backward16", "ratios16", "finding", "traffic", "counts", "conflicts")
+
+
+def updated(texts: dict[str, str]) -> dict[str, str]:
+    """The texts of README.md and docs/, by their paths, with the parts between <!-- name --> and
+    <!-- end of name --> made anew. What is not measured yet needs no place."""
+    texts = dict(texts)
+    for name in PARTS:
+        if not (made := globals()[name]()):
             continue
         part = re.compile(rf"(<!-- {name} -->\n).*?(<!-- end of {name} -->)", re.S)
-        assert part.search(text), f"README.md has no place for {name}"
-        text = part.sub(lambda m, made=made: m[1] + made + "\n" + m[2], text)
+        places = [file for file, text in texts.items() if part.search(text)]
+        assert places, f"neither README.md nor docs/ has a place for {name}"
+        for file in places:
+            local = made if "/" not in file else re.sub(r"\]\((?!http|#)", "](../", made)
+            texts[file] = part.sub(lambda m, made=local: m[1] + made + "\n" + m[2], texts[file])
     for pointer, file, code in POINTED_AT:
         lines = (flash.STAGES / file).read_text().splitlines()
         number = next((n for n, line in enumerate(lines, 1) if code in line), None)
-        assert number, f"{file} has no line with {code}, to which README.md points"
-        text = re.sub(pointer, rf"\g<1>{number}", text)
-    return text
+        assert number, f"{file} has no line with {code}, to which docs/ point"
+        texts = {name: re.sub(pointer, rf"\g<1>{number}", text) for name, text in texts.items()}
+    return texts
+
+
+def pages() -> dict[str, str]:
+    """README.md and docs/*.md, but what is made whole."""
+    files = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+    return {str(file.relative_to(ROOT)): file.read_text() for file in files
+            if not file.name.startswith("diffs_")}
 
 
 def main() -> None:
-    """Renew headers, pictures, lists and README.md, in this order: some are made from those before."""
+    """Renew headers, pictures, lists, README.md and docs/, in this order: some are made from those before."""
     headers.renew()
     if data := headers.measured_rungs():
         staircase.draw_all(data, headers.RUNGS.parent)
     for direction in ("fwd", "bwd"):
         source = ROOT / f"flash_{direction}.cu"
         source.write_text(listed(source.read_text(), direction))
-    readme = ROOT / "README.md"
-    readme.write_text(updated(readme.read_text()))
+        (ROOT / "docs" / f"diffs_{report.PASSES[direction]}.md").write_text(diffs(direction))
+    for name, text in updated(pages()).items():
+        (ROOT / name).write_text(text)
 
 
 if __name__ == "__main__":

@@ -26,7 +26,7 @@
 //     (For d = 256 there is one too few: 8 bytes a thread are spilled, 16 if deterministic. Unrolled by 2
 //     none are, but it takes a tenth longer.)
 //
-// It is as fast as FlashAttention-2's own program, or faster (README.md has the figures).
+// It is as fast as FlashAttention-2's own program, or faster (docs/measurements.md has the figures).
 //
 // HBM traffic without caches (hbm, above): as in ordered_dq.
 //

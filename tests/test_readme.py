@@ -10,6 +10,7 @@ import test_nvcc
 import torch
 
 import flash
+from flash_ladder.bench import report
 
 sys.path.insert(0, str(flash.ROOT / "results"))
 import counts  # noqa: E402
@@ -22,7 +23,8 @@ README = flash.ROOT / "README.md"
 
 def test_made_parts_are_up_to_date():
     """Else: make readme."""
-    assert README.read_text() == readme.updated(README.read_text())
+    pages = readme.pages()
+    assert pages == readme.updated(pages)
 
 
 def result(direction, device="a GPU", ms=8.0, mib=100, **math):
@@ -175,20 +177,19 @@ def test_calls_that_are_profiled(monkeypatch):
 
 
 def test_empty_parts_are_filled(monkeypatch):
-    """As those that have a text are."""
-    names = ("ladder", "rungs", "results", "backward", "ratios", "long", "results16", "backward16",
-             "ratios16", "finding", "traffic", "counts", "conflicts", "lessons")
-    for name in names:
-        monkeypatch.setattr(readme, name, lambda name=name: f"made: {name}")
-    marks = [(f"<!-- {name} -->\n", f"<!-- end of {name} -->\n") for name in names]
-    text = "".join(f"{begin}{end}" for begin, end in marks)
-    made = "".join(f"{begin}made: {name}\n{end}" for name, (begin, end) in zip(names, marks, strict=True))
-    assert readme.updated(text) == made == readme.updated(made)
-    with pytest.raises(AssertionError, match="no place for ratios"):
-        readme.updated(text.replace("<!-- ratios -->", ""))
+    """As those that have a text are; in docs/ links go up."""
+    for name in readme.PARTS:
+        monkeypatch.setattr(readme, name, lambda name=name: f"made: [{name}](stages/x)")
+    marks = {name: (f"<!-- {name} -->\n", f"<!-- end of {name} -->\n") for name in readme.PARTS}
+    text = "".join(f"{begin}{end}" for begin, end in marks.values())
+    for file, up in (("README.md", ""), ("docs/x.md", "../")):
+        made = "".join(f"{begin}made: [{name}]({up}stages/x)\n{end}" for name, (begin, end) in marks.items())
+        assert readme.updated({file: text}) == {file: made} == readme.updated({file: made})
+    with pytest.raises(AssertionError, match="has a place for ratios"):
+        readme.updated({"README.md": text.replace("<!-- ratios -->", "")})
     monkeypatch.setattr(readme, "ratios", lambda: "")  # not measured yet: it needs no place
-    assert readme.updated(text.replace("<!-- ratios -->\n", "")) == made.replace(
-        "<!-- ratios -->\nmade: ratios\n", "")
+    made = readme.updated({"README.md": text.replace("<!-- ratios -->\n", "")})["README.md"]
+    assert "made: [ratios]" not in made
 
 
 def test_launches(tmp_path, monkeypatch):
@@ -224,8 +225,30 @@ def test_names_of_kernels(tmp_path):
 
 
 def test_every_stage_is_in_the_ladder():
-    rows = re.findall(r"^\| (\d+) \| \[(\w+)\]\((\S+)\) \|", README.read_text(), re.M)
-    assert rows == [(str(s.number), s.name, str(s.path.relative_to(flash.ROOT))) for s in flash.stages()]
+    links = re.findall(r"\[(\d+)\]\((stages/\w+\.cuh)\)", README.read_text())
+    assert sorted(links) == sorted((str(s.number), str(s.path.relative_to(flash.ROOT))) for s in flash.stages())
+
+
+def test_readme_is_short():
+    """150 lines; the first plot and the ladder on the first screen; no badge."""
+    lines = README.read_text().splitlines()
+    print(f"README.md: {len(lines)} lines")
+    assert len(lines) <= 150
+    assert any("results/h200/rungs_" in line for line in lines[:10])
+    assert next(n for n, line in enumerate(lines) if line.startswith("| stage |")) < 20
+    assert not [line for line in lines if len(line) > 130 and not line.startswith(("|", "![", "TFLOP/s"))]
+    assert "shields.io" not in README.read_text() and "badge" not in README.read_text().lower()
+
+
+@pytest.mark.parametrize("direction", ["fwd", "bwd"])
+def test_diffs_are_those_of_the_stages(direction):
+    """Each rung's, at the anchor to which README links. Else: make readme."""
+    file = flash.ROOT / "docs" / f"diffs_{report.PASSES[direction]}.md"
+    assert file.read_text() == readme.diffs(direction)
+    headings = re.findall(r"^## (\w+)$", file.read_text(), re.M)
+    assert headings == [s.name for s in flash.stages(direction) if s.after]
+    for name in headings:
+        assert f"(docs/{file.name}#{name})" in README.read_text()
 
 
 @pytest.mark.parametrize("direction", ["fwd", "bwd"])
@@ -245,23 +268,29 @@ def test_every_stage_is_in_the_file_that_is_compiled(direction):
 
 
 def test_links_lead_somewhere():
-    links = re.findall(r"\]\((?!http)([^)]+)\)", README.read_text())
-    assert links and all((flash.ROOT / link).exists() for link in links)
+    for name, text in readme.pages().items():
+        links = re.findall(r"\]\((?!http)([^)#]+)(?:#\w+)?\)", text)
+        assert links or name != "README.md"
+        for link in links:
+            assert (flash.ROOT / name).parent.joinpath(link).exists(), f"{name}: {link}"
 
 
-def test_python_examples_run():
-    for code in re.findall(r"```python\n(.*?)```", README.read_text(), re.S)[:1]:
-        exec(compile(code, "README.md", "exec"), {})
+@pytest.mark.parametrize("page", ["README.md", "docs/use.md"])
+def test_python_examples_run(page):
+    names: dict = {}
+    for code in re.findall(r"```python\n(.*?)```", (flash.ROOT / page).read_text(), re.S):
+        exec(compile(code, page, "exec"), names)
+    assert names["o"].shape == (1, 2, 128, 64)
 
 
 def test_the_breakpoint_is_on_code():
-    """README's gdb example stops at the line that computes S."""
-    file, line = re.search(r"break (\S+):(\d+) if", README.read_text()).groups()
+    """The gdb example stops at the line that computes S."""
+    file, line = re.search(r"break (\S+):(\d+) if", readme.pages()["docs/simulator.md"]).groups()
     assert "S_reg[r][c] +=" in (flash.STAGES / file).read_text().splitlines()[int(line) - 1]
 
 
 def test_the_inspected_lines_are_loads_of_K():
-    lines = re.findall(r"line[= ]\"?(fwd_\w+\.cuh):(\d+)", README.read_text())
+    lines = re.findall(r"line[= ]\"?(fwd_\w+\.cuh):(\d+)", readme.pages()["docs/simulator.md"])
     assert len(lines) == 2
     for file, line in lines:
         assert re.search(r"\bK(_smem)?\[", (flash.STAGES / file).read_text().splitlines()[int(line) - 1])
