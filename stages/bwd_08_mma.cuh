@@ -138,8 +138,8 @@ __global__ void __launch_bounds__(threads, 1) backward_kernel(BwdParams p, const
         dP = S * (dP - D_row[r / 8]);                                    // line 14: dS_ij
       });
       auto store = [&](ELEMENT* tile, float (&acc)[strips][cols / 8][4]) {
-        for_each_pair(acc, [&](uint32_t both, int row, int col) {
-          *reinterpret_cast<uint32_t*>(tile + swizzled(warp_row + row, cols * part + col, P_pitch)) = both;
+        for_each_pair(acc, [&](uint32_t packed, int row, int col) {
+          *reinterpret_cast<uint32_t*>(tile + swizzled(warp_row + row, cols * part + col, P_pitch)) = packed;
         });
       };
       store(P_smem, S_reg);
@@ -159,10 +159,10 @@ __global__ void __launch_bounds__(threads, 1) backward_kernel(BwdParams p, const
   }
 
   auto store = [&](const Tensor& out, float (&acc)[strips][dims / 8][4]) {                 // line 18
-    for_each_pair(acc, [&](uint32_t both, int r, int c) {
+    for_each_pair(acc, [&](uint32_t packed, int r, int c) {
       const int col = j * Bc + warp_row + r, k = dim(c);
       if (col < p.N_k && k < d)
-        *reinterpret_cast<uint32_t*>(out.head(b, h_kv) + col * out.stride_n + k) = both;
+        *reinterpret_cast<uint32_t*>(out.head(b, h_kv) + col * out.stride_n + k) = packed;
     });
   };
   for_each(dK_reg, [&](float& x, int, int) { x *= p.scale; });

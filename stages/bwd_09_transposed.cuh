@@ -121,8 +121,8 @@ __global__ void __launch_bounds__(threads, 1) backward_kernel(BwdParams p, const
       });
       uint32_t P_frag[strips][Br / 16][4], dS_frag[strips][Br / 16][4];
       round_to_A(P_frag, S_reg, [](uint32_t, int, int) {});
-      round_to_A(dS_frag, dP_reg, [&](uint32_t both, int row, int col) {
-        *reinterpret_cast<uint32_t*>(dST_smem + swizzled(first_key + row, col, dST_pitch)) = both;
+      round_to_A(dS_frag, dP_reg, [&](uint32_t packed, int row, int col) {
+        *reinterpret_cast<uint32_t*>(dST_smem + swizzled(first_key + row, col, dST_pitch)) = packed;
       });
       multiply<Br / 16>(dV_reg, Br, P_frag, as_it_lies(dO_smem, pitch));  // line 12: + P_ij^T dO_i
       multiply<Br / 16>(dK_reg, Br, dS_frag, as_it_lies(Q_smem, pitch));  // line 16: + dS_ij^T Q_i
@@ -139,10 +139,10 @@ __global__ void __launch_bounds__(threads, 1) backward_kernel(BwdParams p, const
   }
 
   auto store = [&](const Tensor& out, float (&acc)[strips][width / 8][4]) {                // line 18
-    for_each_pair(acc, [&](uint32_t both, int r, int c) {
+    for_each_pair(acc, [&](uint32_t packed, int r, int c) {
       const int col = j * Bc + first_key + r;
       if (col < p.N_k && c < d)
-        *reinterpret_cast<uint32_t*>(out.head(b, h_kv) + col * out.stride_n + c) = both;
+        *reinterpret_cast<uint32_t*>(out.head(b, h_kv) + col * out.stride_n + c) = packed;
     });
   };
   for_each(dK_reg, [&](float& x, int, int) { x *= p.scale; });

@@ -118,7 +118,7 @@ __global__ void __launch_bounds__(threads) backward_kernel(BwdParams p, const fl
       }
       __syncthreads();                      // nobody reads before everybody has written
 
-      float X_reg[strips][Br / 8][4] = {};  // lines 10, 13: S^T = K Q^T, or dP^T = V dO^T
+      float X_reg[strips][Br / 8][4] = {};                               // lines 10, 13: K Q^T, or V dO^T
       multiply(X_reg, width, K_or_V, Q_or_dO);
 
       auto PT_at = [&](int row, int col) {    // where two neighbours of P^T or dS^T are
@@ -126,7 +126,7 @@ __global__ void __launch_bounds__(threads) backward_kernel(BwdParams p, const fl
       };
       uint32_t X_frag[strips][Br / 16][4];
       auto round_and_store = [&]() {
-        round_to_A(X_frag, X_reg, [&](uint32_t both, int row, int col) { *PT_at(row, col) = both; });
+        round_to_A(X_frag, X_reg, [&](uint32_t packed, int row, int col) { *PT_at(row, col) = packed; });
       };
       if (makes_dV) {                                                    // line 11: P_ij
         for_each_two(X_reg, [&](float& x, float& y, int, int col) {

@@ -98,7 +98,7 @@ __global__ void __launch_bounds__(threads) backward_kernel(BwdParams p, Workspac
   const Operand dO_or_Q = as_it_lies(makes_dV ? dO_smem : Q_smem, pitch);
   const Operand dST = transposed(PT_smem, PT_pitch, 0, dQ_row);
 
-  auto add_dQ = [&](int i) {                // line 15: dS_ij K_j, to HBM, beside other blocks
+  auto add_dQ = [&](int i) {                                             // line 15: dS_ij K_j, added in HBM
     const Operand dS = dST + i % 2 * Bc * PT_pitch;
     float* dQ = w.dQ_accum + ((int64_t)bh * Tr + i) * Br * d;
     #pragma unroll
@@ -120,7 +120,7 @@ __global__ void __launch_bounds__(threads) backward_kernel(BwdParams p, Workspac
     if (!makes_dV && i > first_i) add_dQ(i - 1);
 
     const int buffer = i % 2 * Br * pitch;
-    float X_reg[strips][Br / 8][4] = {};    // lines 10, 13: S^T = K Q^T, or dP^T = V dO^T
+    float X_reg[strips][Br / 8][4] = {};                                 // lines 10, 13: K Q^T, or V dO^T
     multiply(X_reg, width, K_or_V, Q_or_dO + buffer);
 
     auto PT_at = [&](int row, int col) {    // where two neighbours of P^T or dS^T are
@@ -129,7 +129,7 @@ __global__ void __launch_bounds__(threads) backward_kernel(BwdParams p, Workspac
     };
     uint32_t X_frag[strips][Br / 16][4];
     auto round_and_store = [&]() {
-      round_to_A(X_frag, X_reg, [&](uint32_t both, int row, int col) { *PT_at(row, col) = both; });
+      round_to_A(X_frag, X_reg, [&](uint32_t packed, int row, int col) { *PT_at(row, col) = packed; });
     };
     if (makes_dV) {                                                      // line 11: P_ij
       for_each_two(X_reg, [&](float& x, float& y, int, int col) {

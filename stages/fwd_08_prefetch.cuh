@@ -44,12 +44,12 @@ constexpr int warps = Br / (4 * rows), threads = 32 * warps;
 constexpr bool prefetch = d <= 64;                   // are there registers left for the next tile of K?
 constexpr int staged = Bc * width / 4 / threads;     // float4s of a tile of K per thread
 
-// K_j, on its way from HBM to shared memory. `left`: keys from its first one on.
-__device__ __forceinline__ void stage_tile(float4 (&x)[staged], const float* K, int64_t stride_n, int left) {
+// K_j, on its way from HBM to shared memory. N: keys from its first one on.
+__device__ __forceinline__ void stage_tile(float4 (&x)[staged], const float* K, int64_t stride_n, int N) {
   #pragma unroll
   for (int n = 0; n < staged; n++) {
     const int2 pos = nth_float4<2, threads>(n, Bc);
-    const bool inside = pos.x < left && (width == d || 4 * pos.y < d);
+    const bool inside = pos.x < N && (width == d || 4 * pos.y < d);
     x[n] = inside ? load4(K + pos.x * stride_n + 4 * pos.y) : make_float4(0.f, 0.f, 0.f, 0.f);
   }
 }

@@ -183,9 +183,9 @@ __global__ void __launch_bounds__(threads, 1) forward_kernel(FwdParams p) {
       p.L[(int64_t)bh * p.N_q + row] = l[r] == 0.f ? -INFINITY : m[r] + logf(l[r]);
   }
   ELEMENT* O = p.O.head(bh / p.H, bh % p.H);
-  for_each_pair(O_reg, [&](uint32_t both, int row, int col) {            // line 14
+  for_each_pair(O_reg, [&](uint32_t packed, int row, int col) {          // line 14
     if (warp_row + row < p.N_q && col < d)
-      *reinterpret_cast<uint32_t*>(O + (warp_row + row) * p.O.stride_n + col) = both;
+      *reinterpret_cast<uint32_t*>(O + (warp_row + row) * p.O.stride_n + col) = packed;
   });
 }
 

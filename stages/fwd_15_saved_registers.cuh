@@ -85,7 +85,7 @@ __global__ void __launch_bounds__(threads, blocks_per_sm) forward_kernel(FwdPara
     if (Q_in_registers) load_Q(k);
 
   // m and l of this lane's two rows; l: the sum over its columns only, until the end
-  float O_reg[width / 8][4] = {}, m[2] = {-INFINITY, -INFINITY};           // line 5
+  float O_reg[width / 8][4] = {}, m[2] = {-INFINITY, -INFINITY};         // line 5
   for (int r = 0; r < 2; r++) l_smem[r * threads] = 0.f;
 
   const int cut_j = mask.cut_j(i), end_j = mask.end_j(i);
@@ -149,9 +149,9 @@ __global__ void __launch_bounds__(threads, blocks_per_sm) forward_kernel(FwdPara
       p.L[(int64_t)bh * p.N_q + row] = l == 0.f ? -INFINITY : LN_2 * (m[r] + log2f(l));
   }
   ELEMENT* O = p.O.head(bh / p.H, bh % p.H);
-  for_each_pair(O_reg, [&](uint32_t both, int row, int col) {            // line 14
+  for_each_pair(O_reg, [&](uint32_t packed, int row, int col) {          // line 14
     if (warp_row + row < p.N_q && col < d)
-      *reinterpret_cast<uint32_t*>(O + (warp_row + row) * p.O.stride_n + col) = both;
+      *reinterpret_cast<uint32_t*>(O + (warp_row + row) * p.O.stride_n + col) = packed;
   });
 }
 

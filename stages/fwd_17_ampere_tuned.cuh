@@ -187,8 +187,8 @@ __global__ void __launch_bounds__(threads, blocks_per_sm) forward_kernel(FwdPara
   ELEMENT* O = p.O.head(bh_again / p.H, bh_again % p.H);
   ELEMENT* O_smem = Q_smem + warp * warp_rows * pitch;     // this warp's rows, which no other one reads
   __syncwarp();
-  for_each_pair(O_reg, [&](uint32_t both, int row, int col) {
-    *reinterpret_cast<uint32_t*>(O_smem + tile_index(row, col)) = both;
+  for_each_pair(O_reg, [&](uint32_t packed, int row, int col) {
+    *reinterpret_cast<uint32_t*>(O_smem + tile_index(row, col)) = packed;
   });
   __syncwarp();
   for (int t = lane; t < warp_rows * (d / 8); t += 32) {                 // line 14

@@ -748,7 +748,7 @@ OUT_OF_BOUNDS = [
     ("register_tiles", r"i \* Br, Br, p.N_q", "i * Br, Br, 1 << 20", {"Q"}),
     ("vectorized", r"j \* Bc, Bc, p.N_k", "j * Bc, Bc, 1 << 20", {"K", "V"}),
     ("conflict_free", r"if \(row >= p.N_q\) continue;", "", {"O", "L"}),
-    ("prefetch", r"pos.x < left && ", "", {"K"}),
+    ("prefetch", r"pos.x < N && ", "", {"K"}),
     ("fp32_tuned", r"0, Bc, p.N_k - j \* Bc", "0, Bc, Bc", {"V"}),
     *((stage, r"warp_row \+ row < p\.N_q && ", "", {"O"}) for stage in ("mma", "swizzle", "wide_warps")),
     *((stage, r" && row < p\.N_q", "", {"L"}) for stage in ("mma", "cp_async", "ampere_tuned")),

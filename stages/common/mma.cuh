@@ -10,13 +10,13 @@
 template <class T> __device__ uint32_t pack(float low, float high);
 
 template <> __device__ __forceinline__ uint32_t pack<__half>(float low, float high) {
-  const __half2 both = __floats2half2_rn(low, high);
-  return *reinterpret_cast<const uint32_t*>(&both);
+  const __half2 packed = __floats2half2_rn(low, high);
+  return *reinterpret_cast<const uint32_t*>(&packed);
 }
 
 template <> __device__ __forceinline__ uint32_t pack<__nv_bfloat16>(float low, float high) {
-  const __nv_bfloat162 both = __floats2bfloat162_rn(low, high);
-  return *reinterpret_cast<const uint32_t*>(&both);
+  const __nv_bfloat162 packed = __floats2bfloat162_rn(low, high);
+  return *reinterpret_cast<const uint32_t*>(&packed);
 }
 
 // D += A B for B of 16 columns, all that an ldmatrix.x4 brings: two instructions, for the left half of D and
@@ -46,7 +46,7 @@ __device__ __forceinline__ void for_row(float (&acc)[n_tiles][4], int r, F f) {
   for (int c = 0; c < 2 * n_tiles; c++) f(acc[c / 2][2 * r + c % 2]);
 }
 
-// Neighbouring elements two at a time, rounded, as a register: f(both, row, col)
+// Neighbouring elements two at a time, rounded, as a register: f(packed, row, col)
 template <int n_tiles, class F>
 __device__ __forceinline__ void for_each_pair(const float (&acc)[n_tiles][4], F f) {
   const int lane_row = threadIdx.x % 32 / 4, lane_col = threadIdx.x % 4 * 2;

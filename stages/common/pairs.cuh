@@ -3,8 +3,8 @@
 #include "mma.cuh"
 
 // Two elements of a register, as floats
-__device__ __forceinline__ float2 unpack(uint32_t both) {
-  const ELEMENT* two = reinterpret_cast<const ELEMENT*>(&both);
+__device__ __forceinline__ float2 unpack(uint32_t packed) {
+  const ELEMENT* two = reinterpret_cast<const ELEMENT*>(&packed);
   return make_float2(float(two[0]), float(two[1]));
 }
 
@@ -17,7 +17,7 @@ __device__ __forceinline__ void load_A(uint32_t (&A_frag)[4], const uint32_t (&A
 }
 
 // Round an accumulator to fragments of A; hand their elements on, two neighbours of a row in a register:
-// f(both, row, col).
+// f(packed, row, col).
 template <int strips, int n_frags, class F>
 __device__ __forceinline__ void round_to_A(uint32_t (&A_frag)[strips][n_frags][4],
                                            const float (&acc)[strips][2 * n_frags][4], F f) {

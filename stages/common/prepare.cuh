@@ -41,8 +41,8 @@ __global__ void __launch_bounds__(256) prepare_kernel(BwdParams p, Workspace to,
   }
   if (col > 0) return;
   const bool inside = row < p.N_q;
-  const float L = inside ? p.L[(int64_t)bh * p.N_q + row] : INFINITY;
+  const float L_row = inside ? p.L[(int64_t)bh * p.N_q + row] : INFINITY;
   if (p.dL && inside) sum -= p.dL[(int64_t)bh * p.N_q + row];   // P_ij is also the derivative of L_i by S_ij
-  to.L[padded_row] = LOG2_E * L;
-  to.D[padded_row] = L == -INFINITY ? 0.f : sum;       // no key seen: P is 0, but dL may be infinite
+  to.L[padded_row] = LOG2_E * L_row;
+  to.D[padded_row] = L_row == -INFINITY ? 0.f : sum;   // no key seen: P is 0, but dL may be infinite
 }

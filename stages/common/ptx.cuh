@@ -3,7 +3,7 @@
 // a warp together.
 //
 // A register of 32 bits holds two neighbouring elements of 16 bits, the first one in its lower half. In what
-// follows, a lane's group is lane / 4, from 0 to 7, and its pair lane % 4 * 2.
+// follows, row is lane / 4, from 0 to 7, and col is lane % 4 * 2.
 #pragma once
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
@@ -15,8 +15,8 @@
 __device__ __forceinline__ uint32_t shared_address(const void* p) { return __cvta_generic_to_shared(p); }
 
 // ldmatrix: 2 or 4 matrices of 8 x 8 elements of 16 bits from shared memory. Lane 8 * i + r says where row r
-// of matrix i is: 16 bytes, at a multiple of 16. Register i then holds the elements (group, pair) and
-// (group, pair + 1) of matrix i; with trans those of its transpose.
+// of matrix i is: 16 bytes, at a multiple of 16. Register i then holds the elements (row, col) and
+// (row, col + 1) of matrix i; with trans those of its transpose.
 __device__ __forceinline__ void ldmatrix_x2(uint32_t (&to)[2], uint32_t row) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x2.shared.b16 {%0, %1}, [%2];"
                : "=r"(to[0]), "=r"(to[1]) : "r"(row) : "memory");
@@ -59,10 +59,10 @@ __device__ __forceinline__ void stmatrix_x4_trans(uint32_t row, const uint32_t (
 }
 
 // D += A B on tensor cores: A is 16 x 16 and B 16 x 8, of type T; D is 16 x 8, in float. A lane has
-//   a[0], a[1]   A(group, pair) and A(group + 8, pair), each with the element to its right
+//   a[0], a[1]   A(row, col) and A(row + 8, col), each with the element to its right
 //   a[2], a[3]   the same, 8 columns further on
-//   b[0], b[1]   B(pair, group) and B(pair + 8, group), each with the element below it
-//   d[0] to [3]  D(group, pair), D(group, pair + 1), and D(group + 8, pair), D(group + 8, pair + 1)
+//   b[0], b[1]   B(col, row) and B(col + 8, row), each with the element below it
+//   d[0] to [3]  D(row, col), D(row, col + 1), and D(row + 8, col), D(row + 8, col + 1)
 template <class T>
 __device__ void mma_m16n8k16(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]);
 

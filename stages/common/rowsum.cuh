@@ -2,12 +2,12 @@
 #pragma once
 #include "warp.cuh"
 
-constexpr int D_rows = 8;                 // per block: one per warp
+constexpr int D_warps = 8;                // per block: one per row
 
 // With clear_dQ the rows of dQ are set to 0, for kernels that add to them. (cudaMemset would not do, because
 // dQ may have gaps between its rows.) Line numbers are those of FlashAttention-2's Algorithm 2.
-__global__ void __launch_bounds__(32 * D_rows) D_kernel(BwdParams p, float* D, bool clear_dQ) {
-  const int64_t index = (int64_t)blockIdx.x * D_rows + threadIdx.x / 32; // of B * H * N_q
+__global__ void __launch_bounds__(32 * D_warps) D_kernel(BwdParams p, float* D, bool clear_dQ) {
+  const int64_t index = (int64_t)blockIdx.x * D_warps + threadIdx.x / 32; // of B * H * N_q
   const int lane = threadIdx.x % 32;
   if (index >= (int64_t)p.B * p.H * p.N_q) return;   // whole warps: the shuffles of the others stay complete
   const int row = index % p.N_q, h = index / p.N_q % p.H, b = index / p.N_q / p.H;
@@ -28,5 +28,5 @@ __global__ void __launch_bounds__(32 * D_rows) D_kernel(BwdParams p, float* D, b
 
 void launch_D_kernel(const BwdParams& p, float* D, bool clear_dQ, cudaStream_t stream) {
   const int64_t all_rows = (int64_t)p.B * p.H * p.N_q;
-  D_kernel<<<ceil_div(all_rows, D_rows), 32 * D_rows, 0, stream>>>(p, D, clear_dQ);
+  D_kernel<<<ceil_div(all_rows, D_warps), 32 * D_warps, 0, stream>>>(p, D, clear_dQ);
 }

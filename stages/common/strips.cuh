@@ -16,5 +16,5 @@ template <int strips, int n_tiles, class F>
 __device__ __forceinline__ void for_each_pair(const float (&acc)[strips][n_tiles][4], F f) {
   #pragma unroll
   for (int s = 0; s < strips; s++)
-    for_each_pair(acc[s], [&](uint32_t both, int row, int col) { f(both, 16 * s + row, col); });
+    for_each_pair(acc[s], [&](uint32_t packed, int row, int col) { f(packed, 16 * s + row, col); });
 }

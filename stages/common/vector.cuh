@@ -22,16 +22,16 @@ __device__ __forceinline__ void load(float (&to)[n], const float* row, int first
   }
 }
 
-// The n-th float4 of this lane, where a warp takes 32 / L rows x L float4s of a tile at a time: `high` warps
-// stand below each other and `wide` ones side by side, and together they go down the tile first. x: the row;
-// y: which float4 of it. What depends on n is kept apart from what depends on the thread: so the compiler
-// can put it into constants.
-template <int L, int threads>
+// The n-th float4 of this lane. x: its row; y: which float4 of the row. A warp takes 32 / cols rows x cols
+// float4s of the tile at a time, and `height` warps would fill its height. `high` warps stand below each
+// other, `wide` side by side, and together they go down the tile first. What depends on n is kept apart from
+// what depends on the thread: so the compiler can put it into constants.
+template <int cols, int threads>
 __device__ __forceinline__ int2 nth_float4(int n, int tile_rows) {
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  const int down = tile_rows * L / 32, high = min(threads / 32, down), wide = threads / 32 / high;
-  return make_int2((n % (down / high) * high + warp % high) * (32 / L) + lane / L,
-                   (n / (down / high) * wide + warp / high) * L + lane % L);
+  const int height = tile_rows * cols / 32, high = min(threads / 32, height), wide = threads / 32 / high;
+  return make_int2((n % (height / high) * high + warp % high) * (32 / cols) + lane / cols,
+                   (n / (height / high) * wide + warp / high) * cols + lane % cols);
 }
 
 // As load_tile (common/tile.cuh), 16 bytes at a time. Rows of the tile are `pitch` floats long, a multiple of
