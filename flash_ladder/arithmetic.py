@@ -53,9 +53,9 @@ def _shift(a: Value, b: Value) -> Value:
 BINARY: dict[type, Callable[[Value, Value], Value]] = {
     ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv,
     ast.FloorDiv: operator.floordiv, ast.Mod: operator.mod, ast.Pow: _power, ast.LShift: _shift}
-UNARY: dict[type, Callable[[Value], Value]] = {
+UNARY: dict[type, Callable[..., Value]] = {
     ast.USub: operator.neg, ast.UAdd: operator.pos, ast.Not: operator.not_}
-COMPARISONS: dict[type, Callable[[Value, Value], bool]] = {
+COMPARISONS: dict[type, Callable[..., bool]] = {
     ast.Eq: operator.eq, ast.NotEq: operator.ne, ast.Lt: operator.lt, ast.LtE: operator.le,
     ast.Gt: operator.gt, ast.GtE: operator.ge, ast.In: lambda a, b: a in b,
     ast.NotIn: lambda a, b: a not in b}
@@ -92,8 +92,9 @@ def _term(node: ast.expr, depth: int) -> Term:
         raise ArithmeticProblem(f"nested more than {DEEPEST} levels deep")
     within = functools.partial(_term, depth=depth - 1)
     match node:
-        case ast.Constant(value=int() | float()):
-            return lambda names, value=_bounded(node.value): value
+        case ast.Constant(value=int() | float() as number):
+            constant = _bounded(number)
+            return lambda names: constant
         case ast.Name():
             return functools.partial(_named, node.id)
         case ast.Tuple():
@@ -119,8 +120,15 @@ def _term(node: ast.expr, depth: int) -> Term:
         case ast.Call(func=ast.Name(id=name), keywords=[]) if name in FUNCTIONS:
             function, arguments = FUNCTIONS[name], [within(x) for x in node.args]
             return lambda names: _bounded(function(*(_number(x(names)) for x in arguments)))
-    raise ArithmeticProblem(f"{ast.unparse(node)} is no arithmetic: there are + - * / // % ** <<, "
+    raise ArithmeticProblem(f"{_text(node)} is no arithmetic: there are + - * / // % ** <<, "
                             f"comparisons, in, and, or, not, if-else, {', '.join(FUNCTIONS)}")
+
+
+def _text(node: ast.expr) -> str:
+    try:
+        return ast.unparse(node)
+    except RecursionError:  # a chain such as a.b.b.b..., whose levels nobody has counted
+        return "so long a chain"
 
 
 def _named(name: str, names: Mapping[str, Value]) -> Value:

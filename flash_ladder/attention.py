@@ -197,16 +197,17 @@ def _check_and_run(key: tuple | None, *arguments):
         return torch.ops.flash.forward(
             q, k, v, found.diagonal, found.scale, as_text(stage), as_text(backward, q.dtype),
             found.deterministic, tiles["Br"], tiles["Bc"], backward_tiles.get("Br"), backward_tiles.get("Bc"))
+    later = backward if found.needs_gradients else None
     if q.device.type == "cuda":
         causal = found.diagonal is not None
         build_variants(stage, q.dtype, q.shape[3], causal, q.device, False, found.scale < 0)
-        if found.needs_gradients:
-            dtype = q.dtype if q.dtype in backward.dtypes else backward.dtypes[0]
-            build_variants(backward, dtype, q.shape[3], causal, q.device, deterministic, found.scale < 0)
+        if later:
+            dtype = q.dtype if q.dtype in later.dtypes else later.dtypes[0]
+            build_variants(later, dtype, q.shape[3], causal, q.device, deterministic, found.scale < 0)
     o = q.detach().to("meta")  # the layout that empty_like() gives it, without memory
     plan = plan_for(stage, tiles, False, found.diagonal, found.scale, {"Q": q, "K": k, "V": v, "O": o})
-    call = Call(plan, found.diagonal, found.scale, found.backward if found.needs_gradients else None,
-                stage_files(backward) if found.needs_gradients else None, found.converted)
+    call = Call(plan, found.diagonal, found.scale, found.backward if later else None,
+                stage_files(later) if later else None, found.converted)
     if key:
         keep(_calls, key, call)
     return call.run(q, k, v)
@@ -275,4 +276,4 @@ def _autocast_type(device: str, dtype: torch.dtype, stage: str | None, backward:
 
 # torch.compile need not look into the registry. torch.compiler.assume_constant_result() does just this, but
 # imports torch._dynamo, which takes seconds.
-_autocast_type._dynamo_marked_constant = True
+_autocast_type._dynamo_marked_constant = True  # type: ignore[attr-defined]

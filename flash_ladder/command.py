@@ -4,6 +4,9 @@
     python flash.py diff mma                     # what a stage changes of the one that it grew from
     python flash.py new mine --after flash2      # writes mine.cuh, a copy of flash2 with a header to fill in
     python flash.py check mine.cuh               # runs the tests' calls over it
+    python flash.py cache                        # the builds: where, how many, how large
+
+Once installed, it is `flash-ladder` instead of `python flash.py`.
 
 Exit status: 0; 1 if a stage was wrong, or could not be built or run; 2 for bad arguments; 130 after Ctrl-C.
 """
@@ -28,12 +31,12 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Table
 from rich.text import Text
 
-from . import difference, inspection, plan, registry
+from . import cache, difference, inspection, loader, plan, registry
 from .devices import default_device, describe_device, shared_memory_per_block
 from .difference import SECTION
 from .grid import GRID, diagonal_of, errors, gradient_errors, poisoned, type_for, wrong
 from .reference import random_gradients, random_qkv, reference
-from .sources import ROOT, read_source
+from .sources import INSTALLED, ROOT, read_source
 from .stage import DIRECTIONS, DTYPES, Stage
 
 TYPES = {dtype: name for name, dtype in DTYPES.items()}
@@ -48,7 +51,8 @@ def main(argv: list[str] | None = None) -> int:
     try:
         return args.run(args)
     except ValueError as error:
-        Console(stderr=True, highlight=False, soft_wrap=True).print(f"flash.py: {escape(str(error))}")
+        Console(stderr=True, highlight=False, soft_wrap=True).print(
+            f"{program()}: {escape(str(error))}")
         return 2
     except KeyboardInterrupt:
         print("Interrupted.", file=sys.stderr)
@@ -57,14 +61,18 @@ def main(argv: list[str] | None = None) -> int:
 
 def parser() -> argparse.ArgumentParser:
     top = argparse.ArgumentParser(
-        "flash.py", formatter_class=argparse.RawDescriptionHelpFormatter,
+        program(), formatter_class=argparse.RawDescriptionHelpFormatter,
         description="FlashAttention in CUDA, one stage at a time. Without a command: the ladder, as a tree.",
-        epilog=textwrap.dedent("""\
+        epilog=textwrap.dedent(f"""\
             A rung of your own:
-              python flash.py new mine --after flash2    writes mine.cuh, a copy of flash2; change it
-              python flash.py check mine.cuh             right, or the first call in which it is wrong
-              python flash.py diff mine.cuh              what you changed
-              python bench.py --stages flash2,mine.cuh   how fast it is"""))
+              {command()} new mine --after flash2
+                  writes mine.cuh, a copy of flash2; change it
+              {command()} check mine.cuh
+                  right, or the first call in which it is wrong
+              {command()} diff mine.cuh
+                  what you changed""" + (not INSTALLED) * f"""
+              python {in_tree("bench.py")} --stages flash2,mine.cuh
+                  how fast it is"""))
     top.set_defaults(run=lambda args: show(Console()))
     commands = top.add_subparsers(title="commands", metavar="")
     one = commands.add_parser("diff", help="show what a stage changes of the one that it grew from")
@@ -80,8 +88,11 @@ def parser() -> argparse.ArgumentParser:
         "and once under the race and bounds checker"))
     check.add_argument("file", type=Path, help="its .cuh file")
     check.set_defaults(run=check_file)
-    for command in (one, new, check):
-        command.add_argument("--bwd", action="store_true", help="a backward stage")
+    for of_stages in (one, new, check):
+        of_stages.add_argument("--bwd", action="store_true", help="a backward stage")
+    builds = commands.add_parser("cache", help="show the folder of the builds, their number and size")
+    builds.add_argument("--clear", action="store_true", help="delete them")
+    builds.set_defaults(run=show_cache)
     return top
 
 
@@ -98,8 +109,8 @@ def show(console: Console) -> int:
     for reason, names in reasons.items():
         console.print(Text(f"no: {', '.join(names)}: {reason}"))
     console.print(Text("\ndefault: the architecture from which on a call that names no stage takes this one; "
-                       "taken: it does so here.\npython flash.py --help: the commands for a stage of your "
-                       "own", style="dim"))
+                       f"taken: it does so here.\n{command()} --help: the commands for a stage of your own",
+                       style="dim"))
     return 0
 
 
@@ -131,9 +142,9 @@ def tree(device: torch.device, width: int) -> Table:
             here = "taken" if s in taken else "yes" if s.available(device) else "no"
             texts = ", ".join(TYPES[t] for t in s.dtypes), s.needs, s.default, here, s.idea
             cells = [textwrap.wrap(text, size) for text, size in zip(texts, widths, strict=True)]
-            name = Text.assemble((first, "dim"), (s.name, "bold green" if s in taken else ""),
+            label = Text.assemble((first, "dim"), (s.name, "bold green" if s in taken else ""),
                                  (f"\n{below}" * (max(map(len, cells)) - 1), "dim"))
-            table.add_row(name, *(Text("\n".join(cell)) for cell in cells))
+            table.add_row(label, *(Text("\n".join(cell)) for cell in cells))
     return table
 
 
@@ -194,15 +205,25 @@ def write_new(args: argparse.Namespace) -> int:
         raise ValueError(f"new: {file} is there already, and is left as it is: take another name") from None
     bwd = " --bwd" * args.bwd
     print(f"{file}: a copy of {known[args.after]}. Say at its top what is new, and change it. Then:\n"
-          f"  python {command()} check {file}\n  python {command()} diff {file}\n"
-          f"  python {command('bench.py')} --stages {args.after},{file}{bwd and ' --pass bwd'}")
+          f"  {command()} check {file}\n  {command()} diff {file}")
+    if not INSTALLED:
+        print(f"  python {in_tree('bench.py')} --stages {args.after},{file}{bwd and ' --pass bwd'}")
     return 0
 
 
-def command(program: str = "flash.py") -> str:
+def program() -> str:
+    """The name in messages."""
+    return "flash-ladder" if INSTALLED or Path(sys.argv[0]).name == "flash-ladder" else "flash.py"
+
+
+def command() -> str:
     """As one types it in the current folder."""
-    folder = ROOT
-    return program if folder == Path.cwd() else str(folder / program)
+    return program() if program() == "flash-ladder" else f"python {in_tree('flash.py')}"
+
+
+def in_tree(file: str) -> str:
+    """The path of a file of the tree, as one types it in the current folder."""
+    return file if ROOT == Path.cwd() else str(ROOT / file)
 
 
 def copy_of(stage: Stage, name: str) -> str:
@@ -247,9 +268,9 @@ class Call:
 
     def run(self) -> str:
         """What is wrong; empty if nothing is."""
-        *shape, mask = self.case
-        q, k, v = random_qkv(*shape, self.device, type_for(self.stage, self.case))
-        diagonal = diagonal_of(mask, *shape[3:5])
+        B, H, H_kv, N_q, N_k, d, mask = self.case
+        q, k, v = random_qkv(B, H, H_kv, N_q, N_k, d, self.device, type_for(self.stage, self.case))
+        diagonal = diagonal_of(mask, N_q, N_k)
         options = diagonal, self.scale
         if self.stage.direction == "fwd":
             with poisoned():
@@ -326,3 +347,22 @@ def watched(call: Call) -> str:
 def failed(console: Console, stage: Stage, problem: str, call: Call) -> int:
     console.print(f"[bold red]failed[/]: {escape(problem)}\nin the call {call}")
     return 1
+
+
+# ------------------------------------------------------------------------------------------ builds
+def show_cache(args: argparse.Namespace) -> int:
+    """Say where the builds are, how many and how large; or delete them."""
+    console = Console(soft_wrap=True, highlight=False)
+    if args.clear:
+        deleted, kept = cache.clear(loader.BUILD)
+        console.print(f"Deleted from {escape(str(loader.BUILD))}: {amount(deleted)}.")
+        if kept:
+            console.print(f"Left, as they are being built: {amount(kept)}.")
+        return 0
+    console.print(f"{escape(str(loader.BUILD))}: {amount(cache.builds(loader.BUILD))}; the limit is "
+                  f"{cache.limit_bytes() / 1e6:,.0f} MB (FLASH_BUILD_LIMIT).")
+    return 0
+
+
+def amount(builds: list[cache.Build]) -> str:
+    return f"{len(builds)} build{'s' * (len(builds) != 1)}, {sum(b.size for b in builds) / 1e6:,.1f} MB"

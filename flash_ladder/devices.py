@@ -25,4 +25,5 @@ def shared_memory_per_block(device: torch.device) -> int:
     """Bytes of shared memory that a block may ask for."""
     if device.type == "cpu":
         return simulator.SHARED_MEMORY_PER_BLOCK
-    return torch.cuda.get_device_properties(device).shared_memory_per_block_optin
+    properties = torch.cuda.get_device_properties(device)
+    return properties.shared_memory_per_block_optin  # type: ignore[attr-defined]

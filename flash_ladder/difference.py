@@ -128,7 +128,7 @@ def diff(before: str | Path | Stage, after: str | Path | Stage | None = None, *,
                 lines += [f"-{line}" for line in old[old_from:old_to]]
                 lines += [f"+{line}" for line in new[new_from:new_to]]
     changed = changed_lines(found[1], found[0])
-    return Difference(*(_shown(stage.path) for stage in found), tuple(lines), changed.changed,
+    return Difference(_shown(found[0].path), _shown(found[1].path), tuple(lines), changed.changed,
                       changed.common if parent(found[1]) == found[0] else 0)
 
 

@@ -146,7 +146,7 @@ def _choice(call: Checked, direction: str, asked, stage: Stage, tiles: dict[str,
             asked_tiles: dict[str, int], wanted: bool | None, architecture: str) -> Choice:
     q, k, v = call.tensors
     (B, H, N_q, d), (_, H_kv, N_k, _) = q.shape, k.shape
-    tensors = {"Q": q, "K": k, "V": v, "O": q}
+    tensors: dict[str, torch.Tensor | None] = {"Q": q, "K": k, "V": v, "O": q}
     if direction == "bwd":
         tensors |= {"dO": q, "dQ": q, "dK": k, "dV": v}
     plan = plan_for(stage, tiles, deterministic, call.diagonal, call.scale, tensors)

@@ -107,7 +107,7 @@ def poisoned():
     def poisoned_empty(*shape, dtype, device):
         return poisoned_empty_like(empty(*shape, dtype=dtype, device=device))
 
-    torch.empty, torch.empty_like = poisoned_empty, poisoned_empty_like
+    torch.empty, torch.empty_like = poisoned_empty, poisoned_empty_like  # type: ignore[assignment]
     try:
         yield
     finally:

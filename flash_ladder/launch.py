@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -23,7 +24,7 @@ class Tensor(ctypes.Structure):
     _fields_ = [("data", ctypes.c_void_p), *((f"stride_{x}", ctypes.c_int64) for x in "bhn")]
 
 
-_SIZES = [*((x, ctypes.c_int) for x in ("B", "H", "H_kv", "N_q", "N_k", "diagonal")),
+_SIZES: list[tuple[str, Any]] = [*((x, ctypes.c_int) for x in ("B", "H", "H_kv", "N_q", "N_k", "diagonal")),
           ("scale", ctypes.c_float)]
 
 
@@ -110,7 +111,7 @@ def load(stage: Stage, macros: dict[str, str | Path], device: torch.device) -> L
 def definitions(stage: Stage, dtype: torch.dtype, d: int, causal: bool, tiles: dict[str, int],
                 deterministic: bool = False, negative_scale: bool = False) -> dict[str, str | Path]:
     """The macros that flash_fwd.cu or flash_bwd.cu is compiled with; a path stands for a file to include."""
-    macros = {"STAGE_FILE": stage.path, "ELEMENT": ELEMENTS[dtype], "HEAD_DIM": str(d),
+    macros: dict[str, str | Path] = {"STAGE_FILE": stage.path, "ELEMENT": ELEMENTS[dtype], "HEAD_DIM": str(d),
               "CAUSAL": str(int(causal)), "NEGATIVE_SCALE": str(int(negative_scale)),
               "BLOCK_R": str(tiles["Br"]), "BLOCK_C": str(tiles["Bc"])}
     if stage.direction == "bwd":

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import hashlib
 import os
 import re
@@ -16,10 +15,11 @@ import torch
 
 from flash_ladder import simulator
 
+from . import cache
 from .nvcc import find_nvcc, nvcc_version
 from .sources import ROOT, STAGES, source_files
 
-BUILD = Path(os.environ.get("FLASH_BUILD_DIR") or ROOT / "build").resolve()
+BUILD = cache.build_folder()
 
 
 def build(source: Path, device: torch.device, macros: dict[str, str | Path] | None = None,
@@ -108,7 +108,7 @@ def _linkable_cudart(cuda_home: Path) -> Path:
 
     NVIDIA's wheels have only libcudart.so.13: then a link to that, in the build folder.
     """
-    versioned = []
+    versioned: list[Path] = []
     for lib in (cuda_home / "lib64", cuda_home / "lib", *cuda_home.glob("targets/*/lib")):
         if (lib / "libcudart.so").exists():
             return lib
@@ -128,7 +128,7 @@ def _linkable_cudart(cuda_home: Path) -> Path:
 def _is_built(name: str) -> bool:
     """Whether the library is there, as it was when it was done: not cut short, say by a full disk."""
     try:
-        return (BUILD / name / "done").read_text() == _fingerprint(BUILD / name / f"{name}.so")
+        return (BUILD / name / cache.DONE).read_text() == _fingerprint(BUILD / name / f"{name}.so")
     except (FileNotFoundError, NotADirectoryError):
         return False
 
@@ -151,16 +151,15 @@ def _build(name: str, sources, macros: dict[str, str | Path], cflags=(), cuda_cf
     """
     folder = BUILD / name
     library = folder / f"{name}.so"
+    cache.mark_used(folder)  # before we look: then nobody deletes it
     if _is_built(name):
         return library
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        lock = open(folder / "flash_lock", "w")
-    except OSError as error:
-        raise RuntimeError(f"cannot write to the build folder {BUILD} ({error.strerror}): "
-                           "set FLASH_BUILD_DIR to another one") from None
-    with lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+    with contextlib.ExitStack() as stack:
+        try:
+            stack.enter_context(cache.locked(folder))
+        except OSError as error:
+            raise RuntimeError(f"cannot write to the build folder {BUILD} ({error.strerror}): "
+                               "set FLASH_BUILD_DIR to another one") from None
         if _is_built(name):
             return library
         from torch.utils import cpp_extension  # a tenth of a second, for those who build
@@ -168,7 +167,7 @@ def _build(name: str, sources, macros: dict[str, str | Path], cflags=(), cuda_cf
         if cuda_home:
             cpp_extension.CUDA_HOME = str(cuda_home)
         (folder / "lock").unlink(missing_ok=True)
-        for file in (folder / "done", library):  # a new file: another process may have mapped the old one
+        for file in (folder / cache.DONE, library):  # a new file: another process may have mapped the old one
             file.unlink(missing_ok=True)
         cpp_extension.JIT_EXTENSION_VERSIONER.entries.pop(name, None)  # else a failed build counts as done
         files = [str(file) for file in sources()]
@@ -182,7 +181,8 @@ def _build(name: str, sources, macros: dict[str, str | Path], cflags=(), cuda_cf
         except (RuntimeError, OSError, subprocess.CalledProcessError) as error:
             message = f"{error}\n{error.__cause__ or ''}"  # of a library that cannot be loaded
             raise RuntimeError(_compile_error(name, message)) from None
-        (folder / "done").write_text(_fingerprint(library))
+        (folder / cache.DONE).write_text(_fingerprint(library))
+    cache.trim(BUILD)
     return library
 
 

@@ -200,9 +200,9 @@ def backward(q, k, v, o, lse, do, dlse, diagonal: int | None, scale: float | Non
     If the stage does not take their type, by way of float32: see find_or_convert().
     """
     if q.dtype not in stage.dtypes:
-        wide = [x.to(stage.dtypes[0]) for x in (q, k, v, o)]
-        gradients = backward(*wide, lse, do.to(stage.dtypes[0]), dlse, diagonal, scale, stage, tiles,
-                             deterministic)
+        wide = stage.dtypes[0]
+        gradients = backward(q.to(wide), k.to(wide), v.to(wide), o.to(wide), lse, do.to(wide), dlse, diagonal,
+                             scale, stage, tiles, deterministic)
         return tuple(x.to(q.dtype) for x in gradients)
     tensors = {"Q": q, "K": k, "V": v, "O": aligned(o), "dO": aligned(do), "L": lse.contiguous(),
                "dL": None if dlse is None else dlse.contiguous(),

@@ -37,8 +37,8 @@ def max_error(x, truth) -> float:
 
 def reference_gradients(q, k, v, do, diagonal=None, scale=None, dlse=None):
     """(dq, dk, dv) by autograd through `reference`, in float64. dlse: the gradient by L, or None."""
-    inputs = [x.detach().double().requires_grad_() for x in (q, k, v)]
-    o, lse = reference(*inputs, diagonal, scale)
+    q, k, v = inputs = [x.detach().double().requires_grad_() for x in (q, k, v)]
+    o, lse = reference(q, k, v, diagonal, scale)
     seen = lse > -torch.inf  # a row that sees no key has no gradient, whatever dlse is there
     outputs, gradients = [o], [do.double()]
     if dlse is not None and seen.any():

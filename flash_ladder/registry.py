@@ -130,8 +130,8 @@ def find_stage(stage: str | Path | Stage | None, dtype: torch.dtype, device: tor
         raise ValueError(f"{argument}: {stage.path.name} is a {DIRECTIONS[stage.direction]} stage: pass it "
                          f"as {_argument(stage.direction)}=")
     if dtype not in stage.dtypes:
-        known = ", ".join(map(str, stage.dtypes))
-        raise ValueError(f"{stage} takes {known}; q, k and v have {dtype}: convert them with "
+        taken = ", ".join(map(str, stage.dtypes))
+        raise ValueError(f"{stage} takes {taken}; q, k and v have {dtype}: convert them with "
                          f"{_conversion(stage)}")
     if not (available := stage.available(device, dtype)):
         raise RuntimeError(f"{stage} cannot run on {device}: {available}")

@@ -5,7 +5,9 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
+PACKAGE = Path(__file__).resolve().parent
+INSTALLED = not (PACKAGE.parent / "flash_fwd.cu").is_file()  # else a clone, perhaps an editable install
+ROOT = PACKAGE / "sources" if INSTALLED else PACKAGE.parent  # holds flash_fwd.cu, flash_bwd.cu, stages/
 STAGES = ROOT / "stages"
 
 

@@ -84,8 +84,9 @@ def test_functions():
     "d; d": "invalid syntax",
     "": "invalid syntax",
     "1 + " * 300 + "1": "it has 1201 characters; at most 1000 are read",
-    "(" * 400 + "1" + ")" * 400: "",
+    "(" * 400 + "1" + ")" * 400: "nested|parenthes|memory",
     "-" * 100 + "1": "nested more than 50 levels deep",
+    "x" + ".b" * 490: "is no arithmetic",
 }.items())
 def test_nothing_else(text, message):
     with pytest.raises(ArithmeticProblem, match=message.replace("(d)", r"\(d\)")):

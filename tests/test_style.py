@@ -1,6 +1,8 @@
-"""The source's layout: at most 110 columns, no tabs, no trailing whitespace, one newline at the end."""
+"""The source's layout: at most 110 columns, no tabs, no trailing whitespace, one newline at the end. For
+Python also ruff's rules and mypy's types (pyproject.toml)."""
 
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -42,3 +44,10 @@ def test_layout():
     assert Path(__file__).resolve() in files
     found = [offence for file in files for offence in offences(file)]
     assert not found, "\n" + "\n".join(found)
+
+
+@pytest.mark.parametrize("command", [("ruff", "check", "--no-cache", "--output-format=concise"), ("mypy",)],
+                         ids=lambda command: command[0])
+def test_python(command):
+    result = subprocess.run([sys.executable, "-m", *command], cwd=ROOT, capture_output=True, text=True)
+    assert result.returncode == 0, result.stdout + result.stderr

@@ -16,9 +16,10 @@ from .competitors import PEERS, why_not
 from .report import PASSES, lengths
 from .rung_cases import with_cases
 
-DEFAULTS = {"seqlens": ([512, 1024, 2048, 4096], [64, 128, 256]), "batch": (4, 1), "heads": ("12", "2"),
-            "head_dim": (64, 64), "causal": (True, True), "dtype": ("fp32", "fp32"),
-            "peers": (",".join(PEERS), "math")}  # on a GPU, on the CPU
+DEFAULTS: dict[str, tuple] = {  # on a GPU, on the CPU
+    "seqlens": ([512, 1024, 2048, 4096], [64, 128, 256]), "batch": (4, 1), "heads": ("12", "2"),
+    "head_dim": (64, 64), "causal": (True, True), "dtype": ("fp32", "fp32"),
+    "peers": (",".join(PEERS), "math")}
 
 
 def positive_integers(text: str) -> list[int]:

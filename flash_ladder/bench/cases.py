@@ -41,7 +41,7 @@ def random_inputs(N: int, args: argparse.Namespace) -> list[torch.Tensor]:
     return tensors
 
 
-def plain_head(Q, K, V, dO=None, hidden: torch.Tensor | None = None,
+def plain_head(Q, K, V, dO=None, *, hidden: torch.Tensor | None = None,
                rounded: bool = False) -> tuple[torch.Tensor, ...]:
     """(O,) of one head, or for a dO (dQ, dK, dV), by the formulas of flash_fwd.cu and flash_bwd.cu.
 

@@ -8,6 +8,7 @@ import functools
 import re
 import warnings
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -51,7 +52,7 @@ def of_stage(stage: flash.Stage, args: argparse.Namespace, **tiles: int) -> Comp
     """A stage of the pass, with its default tiles or these; for gradients with the forward stage that goes
     with it."""
     suffix = "_bwd" * (stage.direction == "bwd")
-    options = {"stage": stage} | {f"{name}{suffix}": size for name, size in tiles.items()}
+    options: dict[str, Any] = {"stage": stage} | {f"{name}{suffix}": size for name, size in tiles.items()}
     name = stage.name if stage.number else stage.path.name  # a file may be called as a stage is
     label = " ".join(f"{name}={size}" for name, size in tiles.items()) or name
     if args.direction != "fwd":

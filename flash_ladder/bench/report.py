@@ -11,6 +11,7 @@ import re
 import textwrap
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import matplotlib
 from matplotlib.axes import Axes
@@ -170,7 +171,7 @@ def show(data: dict, files: list[Path]) -> None:
     console.print(*files, sep="\n", soft_wrap=True)
 
 
-def plot(data: dict, file: Path, label: str, value: Callable[[dict], float], scale: str = "log",
+def plot(data: dict, file: Path, label: str, value: Callable[[dict], Any], scale: str = "log",
          more: Callable[[Axes], None] = lambda axes: None) -> None:
     """One line per stage and peer (dashed) against N. Markers shrink, so that lines that coincide show.
 

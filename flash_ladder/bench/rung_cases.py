@@ -29,7 +29,8 @@ def with_cases(args: argparse.Namespace) -> argparse.Namespace:
     types = args.dtype.split(",") if args.dtype else DTYPES.split(",")
     if unknown := set(types) - set(flash.DTYPES):
         raise ValueError(f"--dtype: no stage takes {min(unknown)!r}; they take {', '.join(flash.DTYPES)}")
-    args.cases, args.not_run, found = [], {}, {}
+    args.cases, args.not_run = [], {}
+    found: dict[str, flash.Stage] = {}
     for direction in args.passes:
         for dtype in types:
             one = argparse.Namespace(**vars(args) | {"direction": direction, "dtype": dtype})
@@ -54,9 +55,9 @@ def cases_of(args: argparse.Namespace) -> Iterator[argparse.Namespace]:
     """The arguments for each shape of a pass and a type; no stages yet."""
     narrow = args.dtype != "fp32"
     peers = choose_peers(args.peers or (PEERS_16 if narrow else PEERS_FP32))
-    shapes = SHAPES_16 if narrow else SHAPES_FP32
+    shapes: tuple = SHAPES_16 if narrow else SHAPES_FP32
     if args.device.type == "cpu":
-        shapes, peers = [SHAPE_COUNTED], []
+        shapes, peers = (SHAPE_COUNTED,), []
     for B, H, N, d in shapes:
         for causal in (True, False) if args.device.type == "cuda" else (True,):
             yield argparse.Namespace(**vars(args) | {

@@ -24,6 +24,7 @@ from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
     Progress,
+    TaskID,
     TextColumn,
     TimeElapsedColumn,
 )
@@ -159,7 +160,7 @@ def time_by_turns(runners: list[Runner]) -> None:
                     runner.row |= measuring.failure(error)
 
 
-def measured(args: argparse.Namespace, case: cases.Case, bar: Progress, task: int) -> list[dict]:
+def measured(args: argparse.Namespace, case: cases.Case, bar: Progress, task: TaskID) -> list[dict]:
     """A row for each stage, and for each peer that takes the arguments."""
     rows, runners = [], []
     for entry, row in entries(args):
@@ -178,7 +179,7 @@ def measured(args: argparse.Namespace, case: cases.Case, bar: Progress, task: in
     return rows
 
 
-def counted(args: argparse.Namespace, case: cases.Case, bar: Progress, task: int) -> list[dict]:
+def counted(args: argparse.Namespace, case: cases.Case, bar: Progress, task: TaskID) -> list[dict]:
     """A row for each stage: its traffic, counted in the simulator."""
     rows = []
     for entry, row in entries(args):

@@ -12,6 +12,7 @@ import math
 import textwrap
 from collections import defaultdict
 from pathlib import Path
+from typing import Any
 
 import matplotlib
 from matplotlib.axes import Axes
@@ -76,7 +77,7 @@ def branches(found: dict[str, dict]) -> list[list[str]]:
 def colours(found: dict[str, dict]) -> dict[str, str]:
     """By name: one colour a branch."""
     main, side = itertools.cycle(COLOURS), itertools.cycle(SIDE_COLOURS)
-    chosen = {}
+    chosen: dict[str, str] = {}
     for chain in branches(found):
         chosen |= dict.fromkeys(chain, next(main if found[chain[-1]]["default"] else side))
     return chosen
@@ -84,7 +85,8 @@ def colours(found: dict[str, dict]) -> dict[str, str]:
 
 def places(found: dict[str, dict], names: set[str]) -> dict[str, float]:
     """Where these rungs stand on the x axis: a branch after the other."""
-    x, placed = 0.0, {}
+    x = 0.0
+    placed: dict[str, float] = {}
     for chain in branches(found):
         here = [name for name in chain if name in names]
         placed |= {name: x + i for i, name in enumerate(here)}
@@ -266,8 +268,9 @@ def panel(axes: Axes, rows: list[dict], what: str, at: dict[str, float], chains:
           colour: dict[str, str]) -> None:
     """A step for each rung, with its value and, below it, the gain over its parent; peers as lines."""
     stages = {row["name"]: row for row in rows if row["kind"] == "stage"}
-    heights = {name: value(row, what) for name, row in stages.items()}
-    peers = {row["name"]: value(row, what) for row in rows if row["kind"] == "peer" and value(row, what)}
+    heights: dict[str, Any] = {name: value(row, what) for name, row in stages.items()}
+    peers = {row["name"]: height for row in rows
+             if row["kind"] == "peer" and (height := value(row, what))}
     shown = [height for height in (*heights.values(), *peers.values()) if height]
     if not shown:
         return
@@ -282,7 +285,7 @@ def panel(axes: Axes, rows: list[dict], what: str, at: dict[str, float], chains:
         if here := [name for name in chain if name in at]:
             steps(axes, [heights.get(name) for name in here], at[here[0]], bottom, colour[here[0]])
             parent = stages.get(here[0], {}).get("after")
-            if heights.get(parent):
+            if parent and heights.get(parent):
                 axes.plot([at[parent] + 0.5, at[here[0]] - 0.5], [heights[parent]] * 2, ":",
                           color=colour[here[0]], linewidth=1.2)
     for name, row in stages.items():
@@ -320,7 +323,7 @@ def label(axes: Axes, x: float, y: float, text: str, above: float, **style) -> N
 
 def lines(axes: Axes, peers: dict[str, float], top: float) -> None:
     """A dashed line for each peer, with its name at the right end: not on another's."""
-    names = sorted(peers, key=peers.get)
+    names = sorted(peers, key=lambda name: peers[name])
     at = [peers[name] for name in names]
     for _, (low, high) in itertools.product(range(20), itertools.pairwise(range(len(at)))):
         push = max(0.085 * top - (at[high] - at[low]), 0) / 2

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -17,7 +18,7 @@ class Array:
 
     number: int
     name: str
-    region: torch.Tensor       # uint8: with its red zones
+    region: torch.Tensor | None  # uint8: with its red zones; None once it is forgotten
     start: int                 # of element 0, in bytes from the region's start
     shape: tuple[int, ...]
     strides: tuple[int, ...]   # in bytes
@@ -69,7 +70,7 @@ def once(x: torch.Tensor) -> torch.Tensor:
     return x[tuple(slice(0, 1) if stride == 0 else slice(None) for stride in x.stride())]
 
 
-def extent(shape: tuple[int, ...], strides: tuple[int, ...]) -> int:
+def extent(shape: Sequence[int], strides: Sequence[int]) -> int:
     """Elements from the first to the last one, both included."""
     steps = (n - 1 for n in shape)
     return 0 if 0 in shape else 1 + sum(n * stride for n, stride in zip(steps, strides, strict=True))

@@ -122,11 +122,11 @@ def _grid(axes: Axes, a: Access, rows: Rows, labels: list[str]) -> None:
             colour = LANES(0.15 + 0.85 * min(lanes) / 31) if lanes else "#eeeeee"
             axes.add_patch(Rectangle((x, y), 1, 1, facecolor=colour, edgecolor="white", linewidth=1.5))
             if lanes:
-                dark = sum(colour[:3]) < 1.4
+                dark = sum(colour[:3]) < 1.4  # type: ignore[arg-type]
                 axes.text(x + 0.5, y + 0.5, _ranges(lanes), ha="center", va="center",
                           color="white" if dark else "black", fontsize=8 if len(lanes) == 1 else 7)
     axes.set(xlim=(0, columns), ylim=(len(rows), 0))
-    axes.set_xticks([x + 0.5 for x in range(columns)], range(columns), fontsize=8)
+    axes.set_xticks([x + 0.5 for x in range(columns)], range(columns), fontsize=8)  # type: ignore[arg-type]
     axes.set_yticks([y + 0.5 for y in range(len(rows))], labels, fontsize=8)
     axes.tick_params(length=0)
     axes.spines[:].set_visible(False)

@@ -141,7 +141,7 @@ class Report:
             if overlap(x, y):
                 raise ValueError(f"inspect(): {name} and {other} share elements: name only one of them")
         for name, x in arrays.items():
-            start = x.storage_offset() * x.element_size()
+            start = int(x.storage_offset()) * x.element_size()
             first = start // ALIGNMENT * ALIGNMENT
             size = extent(x.shape, x.stride()) * x.element_size()
             memory = torch.empty(0, dtype=torch.uint8).set_(x.untyped_storage())
@@ -159,7 +159,7 @@ class Report:
             strides, size = guarded_strides(x), x.element_size()
             guard = max(GUARD_BYTES, GUARD_ROWS * max(strides[-2:]) * size)
             guard = -(-guard // ALIGNMENT) * ALIGNMENT
-            start = guard + x.storage_offset() * size % ALIGNMENT
+            start = guard + int(x.storage_offset()) * size % ALIGNMENT
             bytes_ = start + extent(x.shape, strides) * size + guard
             memory = torch.full([bytes_ + ALIGNMENT], 0xFF, dtype=torch.uint8)  # NaN
             region = memory[-memory.data_ptr() % ALIGNMENT:][:bytes_]
@@ -214,9 +214,10 @@ class Report:
                 array_name = re.sub(r"\[.*", "", c["shared_element"])
                 elements = {}
             self.accesses.append(Access(
-                name, places[c["access"]], "HBM" if number >= 0 else "shared", kind, array_name,
-                *(c[x] for x in ("access_bytes", "requests", "lanes", "bytes", "unique", "units", "ideal",
-                                 "worst")), example, elements))
+                kernel=name, place=places[c["access"]], memory="HBM" if number >= 0 else "shared", kind=kind,
+                array=array_name, example=example, example_elements=elements,
+                **{x: c[x] for x in ("access_bytes", "requests", "lanes", "bytes", "unique", "units", "ideal",
+                                     "worst")}))
         self.accesses = merged(self.accesses)
         barriers = sorted((Barrier(Place.read(b["file"], b["line"]), b["name"], b["count"])
                            for b in k["barriers"]), key=lambda b: (b.place.file, b.place.line))

@@ -66,7 +66,7 @@ def _findings_part(findings: list[Finding], more: bool):
     title = f"{len(findings)} finding{'s' * (len(findings) > 1)}"
     if more:
         title += ", and more that are not kept: mend these, and look again"
-    lines = [Text(title, style="bold red")]
+    lines: list[Text | Padding] = [Text(title, style="bold red")]
     for finding in findings:
         lines.append(Padding(Text(finding.message), (0, 0, 0, 2)))
         for place in dict.fromkeys(finding.places):

@@ -91,7 +91,7 @@ def _launches(source: str, code: str, path: str):
         end = code.find(">>>", launch.end())
         opening = re.compile(r"\s*\(").match(code, end + 3) if end >= 0 else None
         closing = _closing(code, opening.end() - 1, "()") if opening else -1
-        if start < 0 or closing < 0:
+        if opening is None or start < 0 or closing < 0:
             raise _error(code, launch.start(), path, _OTHER_CUDA_SYNTAX["<<<"])
         kernel = source[start:launch.start()].strip()
         name = " ".join(kernel.split()).replace('"', "")
@@ -168,9 +168,9 @@ def _refuse_the_rest(code: str, edits: list, path: str) -> None:
     left = list(_without_gpu_only_code(code))
     for start, end, _ in edits:
         left[start:end] = " " * (end - start)
-    left = "".join(left)
+    rest = "".join(left)
     for pattern, message in _OTHER_CUDA_SYNTAX.items():
-        if found := re.search(pattern, left):
+        if found := re.search(pattern, rest):
             raise _error(code, found.start(), path, message)
 
 
