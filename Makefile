@@ -1,5 +1,6 @@
 # make bench   run every stage that runs here, compare, draw plots (options: ARGS="--seqlens 512,1024")
 # make test    run all tests, on a GPU too if there is one         (some: ARGS="-k flash2")
+# make quick   those of them that take three minutes together
 # make lab     open Jupyter: the lessons are in tutorials/
 # make notebooks   execute the lessons, and write what they show into them   (some: ARGS="03 04")
 # make readme  renew what is made: README's tables, the lists of stages in *.cu, the headers' lines "measured"
@@ -11,13 +12,16 @@ PYTHON ?= python3
 ARGS ?=
 READY := .venv/ready
 
-.PHONY: bench test lab notebooks readme clean distclean
+.PHONY: bench test quick lab notebooks readme clean distclean
 
 bench: $(READY)
 	.venv/bin/python bench.py $(ARGS)
 
 test: $(READY)
 	.venv/bin/python -m pytest -n logical --maxprocesses 4 --dist loadgroup $(ARGS)
+
+quick: $(READY)
+	.venv/bin/python -m pytest -n logical --maxprocesses 4 --dist loadgroup -m "not slow" $(ARGS)
 
 lab: $(READY)
 	PATH="$(CURDIR)/.venv/bin:$$PATH" .venv/bin/jupyter lab $(ARGS)

@@ -70,8 +70,8 @@ def parser() -> argparse.ArgumentParser:
               {command()} check mine.cuh
                   right, or the first call in which it is wrong
               {command()} diff mine.cuh
-                  what you changed""" + (not INSTALLED) * f"""
-              python {in_tree("bench.py")} --stages flash2,mine.cuh
+                  what you changed
+              {bench()} --stages flash2,mine.cuh
                   how fast it is"""))
     top.set_defaults(run=lambda args: show(Console()))
     commands = top.add_subparsers(title="commands", metavar="")
@@ -205,9 +205,8 @@ def write_new(args: argparse.Namespace) -> int:
         raise ValueError(f"new: {file} is there already, and is left as it is: take another name") from None
     bwd = " --bwd" * args.bwd
     print(f"{file}: a copy of {known[args.after]}. Say at its top what is new, and change it. Then:\n"
-          f"  {command()} check {file}\n  {command()} diff {file}")
-    if not INSTALLED:
-        print(f"  python {in_tree('bench.py')} --stages {args.after},{file}{bwd and ' --pass bwd'}")
+          f"  {command()} check {file}\n  {command()} diff {file}\n"
+          f"  {bench()} --stages {args.after},{file}{bwd and ' --pass bwd'}")
     return 0
 
 
@@ -219,6 +218,10 @@ def program() -> str:
 def command() -> str:
     """As one types it in the current folder."""
     return program() if program() == "flash-ladder" else f"python {in_tree('flash.py')}"
+
+
+def bench() -> str:
+    return "python -m flash_ladder.bench" if INSTALLED else f"python {in_tree('bench.py')}"
 
 
 def in_tree(file: str) -> str:

@@ -1,6 +1,6 @@
 """Host time of a call, from call to return: the whole, and its steps where the kernel does nothing.
 
-    python results/host.py results/cpu      # writes host.json there, and prints the table for docs/
+    python results/host.py results/cpu      # writes host.json there; `make readme` makes docs/ from it
 
 The Python side alone is the same with and without a GPU: the stage's library is replaced by a function that
 returns at once. With a GPU the whole calls are timed too, with their launches, beside PyTorch's SDPA.
@@ -57,7 +57,6 @@ def steps(device: str, dtype: torch.dtype) -> list[dict]:
     key = attention._key(q, k, v, *arguments)
     call = attention._calls[key]
     o, lse = plan.forward_outputs(q)
-    words = call.plan._words.from_buffer_copy(call.plan._template)
     found = {
         "key of the call": lambda: attention._key(q, k, v, *arguments),
         "look it up, and whether its files are as they were": lambda: attention._calls[key].is_current(),
@@ -70,8 +69,7 @@ def steps(device: str, dtype: torch.dtype) -> list[dict]:
         "forward call, for gradients": lambda: flash.attention(leaf, k, v),
         "forward and backward": both,
     }
-    assert len(words)
-    return [{"step": name, "us": microseconds(function)} for name, function in found.items()]
+    return [{"step": name, "us": round(microseconds(function), 2)} for name, function in found.items()]
 
 
 def whole(device: str, dtype: torch.dtype) -> list[dict]:

@@ -93,6 +93,21 @@ def speed() -> str:
     return "\n".join([*lines, "", origin])
 
 
+def host() -> str:
+    """A call's host time by step, without a kernel; on a GPU whole calls, too."""
+    parts = []
+    for file in sorted(RESULTS.glob("*/host.json")):
+        data = json.loads(file.read_text())
+        lines = [f"| {data['device'].split(',')[0]} | us |", "|---|---:|",
+                 *(f"| {row['step']} | {row['us']:.1f} |" for row in data["steps"])]
+        lines += [f"| with its launches: {row['call']}, forward; forward and backward | "
+                  f"{row['forward_us']:.1f}; {row['forward_backward_us']:.1f} |" for row in data.get("calls", [])]
+        origin = (f"(B, H, N, d) = {tuple(data['shape'])}, {data['dtype']}; {data['device']}; {data['date']}, by "
+                  "`python results/host.py`. The kernel is a function that returns at once.")
+        parts.append("\n".join([*lines, "", origin]))
+    return "\n\n".join(parts)
+
+
 def rungs() -> str:
     """What each rung gives on an H200: pictures and, beside what was predicted, a table; empty before it is
     measured."""
@@ -404,7 +419,7 @@ def lessons() -> str:
     return "\n".join(lines)
 
 
-PARTS = ("ladder", "speed", "lessons", "rungs", "results", "backward", "ratios", "long", "results16",
+PARTS = ("ladder", "speed", "lessons", "host", "rungs", "results", "backward", "ratios", "long", "results16",
          "backward16", "ratios16", "finding", "traffic", "counts", "conflicts")
 
 

@@ -109,6 +109,8 @@ def test_console_command(installed):
     assert "fp32_tuned" in installed.run("flash-ladder")
     out = installed.run("flash-ladder", "new", "mine", "--after", "flash2")
     assert "  flash-ladder check mine.cuh\n" in out and "bench.py" not in out
+    assert "  python -m flash_ladder.bench --stages flash2,mine.cuh\n" in out
+    assert "--sweep STAGE" in installed.run("python", "-m", "flash_ladder.bench", "--help")
     assert "flash-ladder" in installed.run("flash-ladder", "--help")
     shutil.rmtree(installed.home / ".cache" / "flash-ladder", ignore_errors=True)
     installed.run("python", "-c", FIVE_LINES)

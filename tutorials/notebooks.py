@@ -31,7 +31,7 @@ SETUP = """\
 import os, sys
 if "google.colab" in sys.modules and not os.path.exists("flash.py"):
     address = "{address}" or input("This repository's address (https://github.com/owner/name): ")
-    !git clone -q --depth 1 {{address}} flash && pip install -q ninja rich
+    !git clone -q --depth 1 {{address}} flash && pip install -q ninja platformdirs rich
     %cd -q flash
 elif os.path.exists("../flash.py"):
     %cd -q ..

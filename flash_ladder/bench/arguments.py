@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import re
+import sys
 from pathlib import Path
 
 import torch
@@ -39,7 +40,9 @@ def passes(text: str) -> list[str]:
 def parse_arguments(argv: list[str] | None = None) -> list[argparse.Namespace]:
     """The arguments for each pass, checked: what cannot run is refused here, before anything is built (exit
     status 2)."""
+    module = Path(sys.argv[0]).name == "__main__.py"
     parser = argparse.ArgumentParser(
+        "python -m flash_ladder.bench" if module else None,
         description="Compares the stages with one another and with PyTorch's own attention: a table, plots "
                     "and JSON.")
     add = parser.add_argument
@@ -76,7 +79,8 @@ def parse_arguments(argv: list[str] | None = None) -> list[argparse.Namespace]:
     add("--dtype", help=f"of {', '.join(flash.DTYPES)}; default: fp32, with --rungs fp32 and bf16")
     add("--peers", metavar="A,B", help=f"PyTorch's backends, of {', '.join(PEERS)}, or none; those that "
                                        "refuse are left out; default: all, or math on CPU")
-    add("--out", metavar="FOLDER", type=Path, default=flash.BUILD / "bench", help="default: build/bench")
+    add("--out", metavar="FOLDER", type=Path, default=flash.BUILD / "bench",
+        help="default: bench/ in the build folder")
     args = parser.parse_args(argv)
     args.device = torch.device("cpu") if args.inspect else flash.default_device()
     try:
