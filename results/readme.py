@@ -100,10 +100,11 @@ def host() -> str:
         data = json.loads(file.read_text())
         lines = [f"| {data['device'].split(',')[0]} | us |", "|---|---:|",
                  *(f"| {row['step']} | {row['us']:.1f} |" for row in data["steps"])]
-        lines += [f"| with its launches: {row['call']}, forward; forward and backward | "
-                  f"{row['forward_us']:.1f}; {row['forward_backward_us']:.1f} |" for row in data.get("calls", [])]
-        origin = (f"(B, H, N, d) = {tuple(data['shape'])}, {data['dtype']}; {data['device']}; {data['date']}, by "
-                  "`python results/host.py`. The kernel is a function that returns at once.")
+        for row in data.get("calls", []):
+            lines.append(f"| with its launches: {row['call']}, forward; forward and backward | "
+                         f"{row['forward_us']:.1f}; {row['forward_backward_us']:.1f} |")
+        origin = (f"(B, H, N, d) = {tuple(data['shape'])}, {data['dtype']}; {data['device']}; {data['date']}, "
+                  "by `python results/host.py`. The kernel is a function that returns at once.")
         parts.append("\n".join([*lines, "", origin]))
     return "\n\n".join(parts)
 

@@ -130,11 +130,13 @@ def occupancy(kernels: list[dict]) -> Figure:
     fits = [min(64, 65536 // (32 * 8 * math.ceil(r / 8))) / 64 * 100 for r in registers]
     left.plot(registers, fits, color="#444444", lw=1.2)
     left.text(52, 66, "65,536 registers allow this", fontsize=9)
+    marked = {"flash2": COLOURS["Q"], "vectorized to fp32_tuned": COLOURS["O"],
+              "naive, scores": COLOURS["grey"]}
     for kernel in kernels:
-        colour = {"flash2": COLOURS["Q"], "fp32_tuned": COLOURS["O"]}.get(kernel["name"], COLOURS["grey"])
+        colour = marked.get(kernel["name"], COLOURS["grey"])
         for axes, x, y in ((left, "registers", "warps"), (right, "warps", "fma")):
             axes.plot(kernel[x], kernel[y], "o", color=colour, markersize=7)
-            if kernel["name"] in ("flash2", "fp32_tuned", "naive, scores"):
+            if kernel["name"] in marked:
                 corner = kernel[x] > 90 > kernel[y] and axes is right
                 axes.annotate(kernel["name"], (kernel[x], kernel[y]), xytext=(6, 6), fontsize=9,
                               textcoords="offset points", ha="right" if corner else "left")
@@ -143,29 +145,4 @@ def occupancy(kernels: list[dict]) -> Figure:
     for axes in (left, right):
         axes.grid(alpha=0.3)
         axes.spines[["top", "right"]].set_visible(False)
-    return figure
-
-
-def throughput(benches: dict[str, dict], names: dict[str, list[str]]) -> Figure:
-    """TFLOP/s over N, a panel for each bench; the ceiling is dotted."""
-    colours = {"flash2": COLOURS["Q"], "recompute": COLOURS["Q"], "fp32_tuned": COLOURS["O"]}
-    figure, panels = canvas(9, 3.0, columns=len(benches), sharey=True)
-    for axes, (title, bench) in zip(panels, benches.items(), strict=True):
-        lengths = sorted({r["N"] for r in bench["results"]})
-        for name in names[title]:
-            rows = sorted((r["N"], r["tflops"]) for r in bench["results"] if r["label"] == name)
-            axes.plot(*zip(*rows, strict=True), "o-" if name in colours else "o--", label=name, markersize=4,
-                      color=colours.get(name, "#444444"))
-        axes.axhline(bench["ceiling"]["tflops"], ls=":", color=COLOURS["HBM"])
-        axes.text(lengths[0], bench["ceiling"]["tflops"] - 2.6, "a large fp32 matrix product", fontsize=8,
-                  color=COLOURS["HBM"])
-        axes.set(xscale="log", title=title, xlabel="N", ylim=(0, 55))
-        axes.title.set_fontsize(10)
-        axes.set_xticks(lengths, lengths)
-        axes.minorticks_off()
-        axes.grid(alpha=0.3)
-        axes.legend(fontsize=8, frameon=False, loc="upper center", bbox_to_anchor=(0.5, -0.22), ncols=3,
-                    columnspacing=1)
-        axes.spines[["top", "right"]].set_visible(False)
-    panels[0].set_ylabel("TFLOP/s")
     return figure
