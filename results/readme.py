@@ -103,8 +103,8 @@ def host() -> str:
         for row in data.get("calls", []):
             lines.append(f"| with its launches: {row['call']}, forward; forward and backward | "
                          f"{row['forward_us']:.1f}; {row['forward_backward_us']:.1f} |")
-        origin = (f"(B, H, N, d) = {tuple(data['shape'])}, {data['dtype']}; {data['device']}; {data['date']}, "
-                  "by `python results/host.py`. The kernel is a function that returns at once.")
+        origin = (f"(B, H, N, d) = {tuple(data['shape'])}, {data['dtype']}; {data['device']}; {data['date']},"
+                  " by `python results/host.py`. The kernel is a function that returns at once.")
         parts.append("\n".join([*lines, "", origin]))
     return "\n\n".join(parts)
 
