@@ -1,6 +1,6 @@
 # make bench   run every stage that runs here, compare, draw plots (options: ARGS="--seqlens 512,1024")
 # make test    run all tests, on a GPU too if there is one         (some: ARGS="-k flash2")
-# make quick   those of them that take three minutes together
+# make quick   those of them that take three minutes together, kernels built
 # make lab     open Jupyter: the lessons are in tutorials/
 # make notebooks   execute the lessons, and write what they show into them   (some: ARGS="03 04")
 # make readme  renew what is made: README's tables, the lists of stages in *.cu, the headers' lines "measured"

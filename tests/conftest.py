@@ -4,6 +4,7 @@ import contextlib
 import itertools
 import math
 import os
+import re
 import sys
 from pathlib import Path
 
@@ -44,17 +45,36 @@ __all__ = ["GRID", "cases_for", "is_end", "max_error", "poisoned", "random_gradi
 IN_PIECES = ("test_exercises.py", "test_mutants.py", "test_notebooks.py", "test_nvcc.py")
 
 
+# `make quick` leaves out these files, and of the tests of all stages those of stages but these
+SLOW = ("test_checker.py", "test_exercises.py", "test_install.py", "test_mutants.py", "test_notebooks.py",
+        "test_nvcc.py")
+OF_ALL_STAGES = ("test_forward.py", "test_backward.py")
+QUICK_STAGES = {"flash2", "recompute", "ampere_tuned"}
+
+
+def is_slow(item) -> bool:
+    words = set(re.split(r"[^a-z0-9_]+", item.name))
+    return item.path.name in SLOW or item.path.name in OF_ALL_STAGES and not words & QUICK_STAGES
+
+
 @pytest.hookimpl(tryfirst=True)  # before xdist looks for the groups
 def pytest_collection_modifyitems(items):
     for item in items:
+        if is_slow(item):
+            item.add_marker(pytest.mark.slow)
         if item.path.name not in IN_PIECES:
             item.add_marker(pytest.mark.xdist_group(item.path.name))
 
 
+EMPTY = torch.empty, torch.empty_like
+
+
 @pytest.fixture(autouse=True)
 def calls_are_forgotten():
-    """What a test replaces, an earlier one's call may have kept."""
+    """What a test replaces, an earlier one's call may have kept; nor may it leave PyTorch replaced."""
     attention._calls.clear()
+    yield
+    assert (torch.empty, torch.empty_like) == EMPTY
 
 
 DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]

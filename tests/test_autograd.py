@@ -6,6 +6,7 @@ That the stages' gradients are right, shape by shape, is test_backward.py's.
 
 import re
 import warnings
+from pathlib import Path
 
 import pytest
 import torch
@@ -533,6 +534,9 @@ def test_autocast_before_sm_80():
 
 
 # ------------------------------------------------------------------------------------------ compile
+OLD_DYNAMO = torch.__version__ < "2.9"
+
+
 def both(function, tensors, **options):
     """Twice o and the gradients: of a function, and of it compiled."""
     for f in (function, torch.compile(function, fullgraph=True, **options)):
@@ -548,6 +552,8 @@ def both(function, tensors, **options):
 ], ids=["names", "files", "none"])
 def test_compile(options, device):
     """One graph, no break, the same bits; the function around it is in it, too."""
+    if OLD_DYNAMO and isinstance(options.get("stage"), Path):
+        pytest.skip("PyTorch 2.8 cannot trace a path's text")
     def function(q, k, v):
         o, lse = flash.attention(q * 2, k, v, return_lse=True, **options)
         return o * lse.nan_to_num(neginf=0).cos()[..., None]
@@ -616,7 +622,8 @@ def test_errors_under_compile(change, options, message):
     tensors = [change(x.detach()) for x in leaves()]
     compiled = torch.compile(lambda q, k, v: flash.attention(q, k, v, **options), fullgraph=True,
                              backend="aot_eager")
-    with pytest.raises((RuntimeError, ValueError), match=re.escape(message)):
+    hidden = "|Observed exception" * OLD_DYNAMO
+    with pytest.raises((RuntimeError, ValueError), match=re.escape(message) + hidden):
         compiled(*tensors)
 
 

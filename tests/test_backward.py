@@ -205,14 +205,14 @@ def test_nan_in_a_key_that_no_row_sees(kernel, device):
 @pytest.fixture
 def scratch(monkeypatch) -> list[bytes]:
     """What each run on the CPU leaves in its workspace: sums in float, before they are rounded to 16 bits."""
-    left, empty = [], torch.empty
+    left = []
 
     def run_and_look(of, tensors):
-        kept = []
-        monkeypatch.setattr(torch, "empty", lambda *args, **options: (
-            kept.append(empty(*args, **options)) or kept[-1]))
-        run(of, tensors)
-        monkeypatch.setattr(torch, "empty", empty)
+        kept, empty = [], torch.empty  # perhaps poisoned()'s, which is over before monkeypatch undoes
+        with pytest.MonkeyPatch.context() as inner:
+            inner.setattr(torch, "empty", lambda *args, **options: (
+                kept.append(empty(*args, **options)) or kept[-1]))
+            run(of, tensors)
         if of.device.type == "cpu":
             left.append(b"".join(x.numpy().tobytes() for x in kept))
     run = plan.run

@@ -149,6 +149,7 @@ def test_two_processes_build_at_once(own_build_folder):
     assert len(list(own_build_folder.glob("fwd_flash2_cpu_*/done"))) == 1
 
 
+@pytest.mark.slow
 def test_paths_with_spaces_and_quotes(tmp_path, mine):
     """The flags pass through ninja and a shell."""
     folder = tmp_path / "a folder (it's mine)"

@@ -1,5 +1,6 @@
 """The notebooks: each runs from a clean kernel, and what it shows is what is committed."""
 
+import html
 import re
 import time
 
@@ -100,3 +101,19 @@ def test_times_need_a_gpu(monkeypatch):
     monkeypatch.setattr(lesson, "DEVICE", torch.device("cpu"))
     with pytest.raises(RuntimeError, match="needs a GPU; without one, measure"):
         lesson.times(["naive"])
+
+
+@pytest.mark.parametrize("stage", [stage for stage in flash.stages() if stage.after], ids=str)
+def test_a_lesson_shows_what_each_rung_changes(stage):
+    """Its difference from its parent, as it is now."""
+    title = flash.diff(stage).title
+    shown = [output["data"]["text/html"] for file in FILES for cell in read(file).cells
+             for output in cell.get("outputs", []) if "text/html" in output.get("data", {})]
+    assert [text for text in shown if html.escape(title) in text]
+
+
+@pytest.mark.parametrize("file", [file for file in FILES if file.stem[:2] > "01"], ids=lambda file: file.stem)
+def test_the_rungs_so_far_come_first(file):
+    """Their staircase is the first code that a lesson runs."""
+    code = [cell.source for cell in read(file).cells if cell.cell_type == "code"]
+    assert code[0] == notebooks.setup() and code[1].startswith("staircase(")
