@@ -97,6 +97,7 @@ __global__ void __launch_bounds__(threads) backward_kernel(BwdParams p, Workspac
   const Operand Q_or_dO = transposed(makes_dV ? Q_smem : dO_smem, pitch);
   const Operand dO_or_Q = as_it_lies(makes_dV ? dO_smem : Q_smem, pitch);
   const Operand dST = transposed(PT_smem, PT_pitch, 0, dQ_row);
+  const Operand K = as_it_lies(K_smem, pitch, 0, dQ_col, dQ_warps);
 
   auto add_dQ = [&](int i) {                                             // line 15: dS_ij K_j, added in HBM
     const Operand dS = dST + i % 2 * Bc * PT_pitch;
@@ -104,10 +105,10 @@ __global__ void __launch_bounds__(threads) backward_kernel(BwdParams p, Workspac
     #pragma unroll
     for (int step = 0; step < dQ_steps; step++) {
       constexpr int frags = (dQ_frags + dQ_steps - 1) / dQ_steps;
-      const int col = dQ_col + step * 16 * frags * dQ_warps;
+      const int col = step * 16 * frags;    // of this warp's columns
       float dQ_reg[2][2 * frags][4] = {};
-      multiply<d <= 128 ? 2 : 1>(dQ_reg, Bc, dS, as_it_lies(K_smem, pitch, 0, col, dQ_warps));
-      add_fragments(dQ, dQ_reg, dQ_row, col, dQ_warps);
+      multiply<d <= 128 ? 2 : 1>(dQ_reg, Bc, dS, K, col);
+      add_fragments(dQ, dQ_reg, dQ_row, dQ_col + col * dQ_warps, dQ_warps);
     }
   };
 

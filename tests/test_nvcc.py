@@ -16,9 +16,10 @@ except RuntimeError as error:
     NVCC, WHY_NOT = None, str(error)
 
 # Stages that spill for some d on sm_90a, as their headers say: rungs that the next one mends, and at the end
-# of the branch 8 to 16 bytes that cost less than what would spare them
+# of the branch a few bytes that cost less than what would spare them
 SPILLS = {("bwd", "transposed", 128), ("bwd", "transposed", 256), ("bwd", "split_warps", 128),
-          ("fwd", "cp_async", 256), ("bwd", "ampere_tuned", 256)}
+          ("fwd", "cp_async", 256), ("bwd", "ampere_tuned", 128), ("bwd", "ampere_tuned", 256)}
+NOT_IF_DETERMINISTIC = {("bwd", "ampere_tuned", 128)}
 SHARED_MEMORY = {"sm_75": 64 * 1024, "sm_80": 163 * 1024, "sm_90a": 227 * 1024}     # of a block
 # What other readers have: RTX 30, RTX 40 and L4, B200, RTX 50; the stages that calls take compile for them
 OTHERS = {"sm_86": 99 * 1024, "sm_89": 99 * 1024, "sm_100": 227 * 1024, "sm_120": 99 * 1024}
@@ -82,7 +83,9 @@ def test_compiles_without_spills(stage, deterministic, architecture, tmp_path):
             frames = re.findall(
                 r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", report
             )
-            if (stage.direction, stage.name, d) in SPILLS and architecture == "sm_90a":
+            case = stage.direction, stage.name, d
+            spills = case in SPILLS and not (deterministic and case in NOT_IF_DETERMINISTIC)
+            if spills and architecture == "sm_90a":
                 assert set(frames) != {("0", "0", "0")}, f"{stage} does not spill: take it off the list"
                 continue
             assert "warning" not in report, report

@@ -17,13 +17,18 @@ __device__ __forceinline__ void atomic_add4(float* to, const float (&x)[4]) {
 template <int strips, int n_tiles>
 __device__ __forceinline__ void add_fragments(float* dQ, const float (&acc)[strips][n_tiles][4], int row,
                                               int col, int step) {
+  const bool all_inside = HEAD_DIM % (8 * step * n_tiles) == 0;          // known to the compiler
+  float* to = dQ + row * HEAD_DIM + 16 * col + threadIdx.x % 32 * 4;
   #pragma unroll
-  for (int s = 0; s < strips; s++) {
-    float* to = dQ + (row + 16 * s) * HEAD_DIM + 16 * col + threadIdx.x % 32 * 4;
+  for (int n = 0; n < n_tiles; n += 2) {
     #pragma unroll
-    for (int n = 0; n < n_tiles; n++) {
-      const int more_cols = 16 * step * (n / 2) + 8 * (n % 2);
-      if (col + more_cols < HEAD_DIM) atomic_add4(to + 16 * more_cols, acc[s][n]);
+    for (int s = 0; s < strips; s++) {
+      #pragma unroll
+      for (int half = 0; half < 2; half++) {
+        const int more_cols = 8 * step * n + 8 * half;
+        if (all_inside || col + more_cols < HEAD_DIM)
+          atomic_add4(to + 16 * (s * HEAD_DIM + more_cols), acc[s][n + half]);
+      }
     }
   }
 }

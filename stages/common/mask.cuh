@@ -10,7 +10,9 @@ struct Mask {
   __device__ explicit Mask(const Params& p) : N_q(p.N_q), N_k(p.N_k), diagonal(p.diagonal) {}
 
   // Does the query of `row` see the key of `col`? Rows and keys past the end are not there.
-  __device__ bool sees(int row, int col) const { return row < N_q && sees_key(row, col, 0); }
+  __device__ bool sees(int row, int col) const {
+    return row < N_q && col < N_k && (!CAUSAL || col <= row + diagonal);
+  }
 
   // Does it see the key of col + c? Any row may be asked for, where nobody uses what is past the end. c is
   // apart, as it is a constant where a loop is unrolled: then an element takes one comparison, with a
@@ -29,7 +31,10 @@ struct Mask {
   __device__ int first_i(int j) const { return CAUSAL ? max(j * BLOCK_C - diagonal, 0) / BLOCK_R : 0; }
 
   // Does S_ij have an element that does not count?
-  __device__ bool cuts(int i, int j) const { return (i + 1) * BLOCK_R > N_q || j >= cut_j(i); }
+  __device__ bool cuts(int i, int j) const {
+    const int end_row = (i + 1) * BLOCK_R, end_col = (j + 1) * BLOCK_C;
+    return end_row > N_q || end_col > N_k || (CAUSAL && end_col - 1 > i * BLOCK_R + diagonal);
+  }
 
  private:
   // --- how many keys a row sees

@@ -46,10 +46,11 @@ __device__ __forceinline__ void load_B(uint32_t (&B_frag)[4], const Operand& B, 
   else ldmatrix_x4_trans(B_frag, advance(B.address, k, B.step * col, B.pitch));
 }
 
-// acc += A B, where A has `depth` columns. Of the loop over them, `unrolled` steps are unrolled.
+// acc += A B, where A has `depth` columns, and B is taken from its column first_col on. Of the loop over the
+// columns of A, `unrolled` steps are unrolled.
 template <int unrolled = 4, int strips, int n_tiles, class A_type>
 __device__ __forceinline__ void multiply(float (&acc)[strips][n_tiles][4], int depth, const A_type& A,
-                                         const Operand& B) {
+                                         const Operand& B, int first_col = 0) {
   #pragma unroll unrolled
   for (int k = 0; k < depth; k += 16) {
     uint32_t A_frag[strips][4];
@@ -58,7 +59,7 @@ __device__ __forceinline__ void multiply(float (&acc)[strips][n_tiles][4], int d
     #pragma unroll
     for (int n = 0; n < n_tiles / 2; n++) {
       uint32_t B_frag[4];
-      load_B(B_frag, B, k, 16 * n);
+      load_B(B_frag, B, k, first_col + 16 * n);
       #pragma unroll
       for (int s = 0; s < strips; s++) mma_m16n16k16(acc[s][2 * n], acc[s][2 * n + 1], A_frag[s], B_frag);
     }
