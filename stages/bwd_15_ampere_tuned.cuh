@@ -119,7 +119,7 @@ __global__ void __launch_bounds__(threads) backward_kernel(BwdParams p, Workspac
     float* dQ = w.dQ_accum + ((j % dQ_copies * (int64_t)heads + bh) * Tr + i) * Br * d;
     #pragma unroll
     for (int step = 0; step < dQ_steps; step++) {
-      constexpr int frags = (dQ_frags + dQ_steps - 1) / dQ_steps;
+      constexpr int frags = dQ_steps == 1 ? dQ_frags : 4;  // steps begin at multiples of 64: see advance
       const int col = dQ_col + step * 16 * frags * dQ_warps;
       float dQ_reg[2][2 * frags][4] = {};
       multiply<unrolled>(dQ_reg, Bc, dS, as_it_lies(K_smem, pitch, 0, col, dQ_warps));
