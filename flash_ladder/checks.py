@@ -7,6 +7,7 @@ import math
 
 import torch
 from torch.autograd import forward_ad
+from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from .inspection import has_memory
 from .values import shown
@@ -20,7 +21,7 @@ def check_dimensions(q, k, v, names: tuple[str, str, str] = ("q", "k", "v")) -> 
     for name, x in zip(names, (q, k, v), strict=True):
         if not isinstance(x, torch.Tensor):
             raise ValueError(f"{name} must be a torch.Tensor, not {type(x).__name__}")
-        if torch.nn.parameter.is_lazy(x):
+        if isinstance(x, (UninitializedParameter, UninitializedBuffer)):
             raise ValueError(f"{name} is an uninitialized parameter, which has no shape yet: call its module "
                              "once")
         if x.is_nested:
