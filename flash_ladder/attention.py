@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from .ahead import build_variants
-from .checks import as_bool, as_scale, check_dimensions, check_tensors
+from .checks import as_bool, as_scale, check_dimensions, check_memory, check_tensors
 from .inspection import current_report
 from .launch import stage_files
 from .loader import debug
@@ -59,6 +59,8 @@ def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool
 
     The gradients are like q, k and v. That of o is copied if its rows are not as q's must be.
     """
+    if type(return_lse) is not bool:
+        return_lse = as_bool("return_lse", return_lse)
     o, lse = _attend(q, k, v, "causal", causal, scale, stage, backward, deterministic, tiles)
     return (o, lse) if return_lse else o
 
@@ -102,7 +104,7 @@ def _attend(q, k, v, mask: str, causal: bool, scale: float | None, stage, backwa
     key = _key(q, k, v, mask, causal, scale, stage, backward, deterministic, tiles, heads)
     call = _calls.get(key) if key else None
     if call and call.is_current():
-        if call.dtype:
+        if call.dtype and q.data_ptr() and k.data_ptr() and v.data_ptr():
             q, k, v = q.to(call.dtype), k.to(call.dtype), v.to(call.dtype)
         at_q, at_k, at_v = q.data_ptr(), k.data_ptr(), v.data_ptr()
         if at_q and at_k and at_v and not (at_q | at_k | at_v) % 16:
@@ -119,14 +121,20 @@ def _key(q, k, v, mask, causal, scale, stage, backward, deterministic, tiles, he
         if (not is_plain(q, k, v) or q.is_neg() or k.is_neg() or v.is_neg()
                 or torch.is_deterministic_algorithms_warn_only_enabled()):  # a warning in each call
             return None
+        needs_gradients = torch.is_grad_enabled() and (
+            q.requires_grad or k.requires_grad or v.requires_grad)
+        if needs_gradients and (q.is_inference() or k.is_inference() or v.is_inference()):
+            return None
         device = q.device
         key = (mask, causal, scale, stage, backward, deterministic, heads, debug(),
                q.shape, q.stride(), q.dtype, device, k.shape, k.stride(), k.dtype, k.device,
                v.shape, v.stride(), v.dtype, v.device,
-               torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad),
+               needs_gradients,
                torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None,
                torch.are_deterministic_algorithms_enabled())
         if tiles:
+            if any(isinstance(size, torch.Tensor) for size in tiles.values()):  # it may change
+                return None
             key += tuple((name, size, type(size)) for name, size in tiles.items())
         hash(key)
     except (AttributeError, RuntimeError, TypeError):  # of what is no tensor, or has no strides
@@ -166,8 +174,10 @@ def checked(q, k, v, mask, causal, scale, stage, backward, deterministic, tiles,
                          "torch.compile")
     q, k, v = (x.resolve_neg() for x in (q, k, v))
     dtype = q.dtype
-    q, k, v = _autocast(q, k, v, stage, backward)
     operator = has_dispatch(q, k, v)
+    # before autocast reads it
+    check_memory({name: x for name, x in zip(names, (q, k, v), strict=True) if is_plain(x)})
+    q, k, v = _autocast(q, k, v, stage, backward)
     check_tensors(q, k, v, names, traced=operator)
     _check_heads(q, k, heads)
     diagonal = _diagonal(q, k, mask, causal)
@@ -177,6 +187,10 @@ def checked(q, k, v, mask, causal, scale, stage, backward, deterministic, tiles,
     scale = as_scale(scale, q.shape[3])
     forward = choose(stage, q, "fwd", deterministic, causal, **forward_tiles)
     needs_gradients = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
+    for name, x in zip(names, (q, k, v), strict=True):
+        if needs_gradients and x.is_inference():
+            raise ValueError(f"{name} was made in inference mode, so autograd cannot keep it: pass "
+                             f"{name}.clone()")
     chosen = None
     if needs_gradients or backward is not None or backward_tiles:
         backward, sizes = choose(backward, q, "bwd", deterministic, causal, **backward_tiles)
@@ -205,6 +219,8 @@ def _check_and_run(key: tuple | None, *arguments):
             dtype = q.dtype if q.dtype in later.dtypes else later.dtypes[0]
             build_variants(later, dtype, q.shape[3], causal, q.device, deterministic, found.scale < 0)
     o = q.detach().to("meta")  # the layout that empty_like() gives it, without memory
+    if o.stride(3) != 1:
+        o = q.new_empty(q.shape, device="meta")
     plan = plan_for(stage, tiles, False, found.diagonal, found.scale, {"Q": q, "K": k, "V": v, "O": o})
     call = Call(plan, found.diagonal, found.scale, found.backward if later else None,
                 stage_files(later) if later else None, found.converted)
@@ -260,7 +276,8 @@ def _autocast(q, k, v, stage, backward):
         torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad))
     dtype = _autocast_type(device, torch.get_autocast_dtype(device), as_text(stage), as_text(backward),
                            gradients)
-    return [x.to(dtype) if x.dtype in (torch.float32, torch.float16, torch.bfloat16) else x for x in tensors]
+    return [x.to(dtype) if x.dtype in (torch.float32, torch.float16, torch.bfloat16)
+            and x.layout == torch.strided else x for x in tensors]
 
 
 def _autocast_type(device: str, dtype: torch.dtype, stage: str | None, backward: str | None,

@@ -7,8 +7,10 @@ import math
 
 import torch
 from torch.autograd import forward_ad
+from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from .inspection import has_memory
+from .values import shown
 
 MAX_HEAD_DIM = 256
 MAX_SCALE = 2.0**16  # with larger ones, q k^T of some 2^14 times it overflows an exponent of float32
@@ -19,6 +21,9 @@ def check_dimensions(q, k, v, names: tuple[str, str, str] = ("q", "k", "v")) -> 
     for name, x in zip(names, (q, k, v), strict=True):
         if not isinstance(x, torch.Tensor):
             raise ValueError(f"{name} must be a torch.Tensor, not {type(x).__name__}")
+        if isinstance(x, (UninitializedParameter, UninitializedBuffer)):
+            raise ValueError(f"{name} is an uninitialized parameter, which has no shape yet: call its module "
+                             "once")
         if x.is_nested:
             raise ValueError(f"{name} is a nested tensor, which no stage takes: pad its sequences to one "
                              "length (torch.nested.to_padded_tensor), or call once for each")
@@ -31,24 +36,23 @@ def check_tensors(q, k, v, names: tuple[str, str, str] = ("q", "k", "v"), traced
     """Raise ValueError for tensors that no stage can take. traced: they have no memory, and need none, and
     their sizes may be symbols."""
     check_dimensions(q, k, v, names)
+    if not traced:
+        check_memory(dict(zip(names, (q, k, v), strict=True)))
     for name, x in zip(names, (q, k, v), strict=True):
         if 0 in x.shape:
             raise ValueError(f"{name} is empty: shape {tuple(x.shape)}; B, H, N and d must be at least 1")
         if x.device.type not in ("cpu", "cuda"):
             raise ValueError(f"{name} is on {x.device}; stages run on CUDA and CPU tensors: "
                              "move it with .to()")
+        if x.layout != torch.strided:
+            raise ValueError(f"{name} has layout {x.layout}: make it dense with .to_dense()")
         if x.dtype != q.dtype:
             raise ValueError(f"{name} has type {x.dtype}, {names[0]} {q.dtype}: make them the same")
         if x.device != q.device:
             raise ValueError(f"{name} is on {x.device}, {names[0]} on {q.device}: move them to one device")
-        if x.layout != torch.strided:
-            raise ValueError(f"{name} has layout {x.layout}: make it dense with .to_dense()")
         if not traced and any(size > 2**31 - 1024 for size in x.shape):
             raise ValueError(f"{name} has shape {tuple(x.shape)}; the kernels count up to 2^31 in whole "
                              "tiles: at most 2^31 - 1024")
-        if not traced and not has_memory(x):
-            raise ValueError(f"{name} is a {type(x).__name__} without memory of its own, as in torch.func or "
-                             "a FakeTensorMode: pass a plain tensor")
         if not traced:
             check_tangent(name, x)
     B, H, _, d = q.shape
@@ -77,6 +81,15 @@ def check_tensors(q, k, v, names: tuple[str, str, str] = ("q", "k", "v"), traced
                              f"{name}.clone(memory_format=torch.contiguous_format)")
 
 
+def check_memory(tensors: dict[str, torch.Tensor]) -> None:
+    """Raise ValueError for tensors that could have memory and have none: it was freed, or never was there."""
+    for name, x in tensors.items():
+        could = x.device.type in ("cpu", "cuda") and x.layout == torch.strided and 0 not in x.shape
+        if could and not has_memory(x):
+            raise ValueError(f"{name} is a {type(x).__name__} without memory of its own, as in torch.func or "
+                             "a FakeTensorMode: pass a plain tensor")
+
+
 def rows_fit(x: torch.Tensor) -> bool:
     """Whether all rows start at multiples of 16 bytes, if the first one does."""
     return not any(stride * x.element_size() % 16
@@ -92,7 +105,7 @@ def check_tangent(name: str, x: torch.Tensor) -> None:
 def as_bool(name: str, value) -> bool:
     """As Python's own, checked: NumPy's is called bool_ or, since 2.0, bool."""
     if type(value).__name__ not in ("bool", "bool_", "int") or value not in (True, False):
-        raise ValueError(f"{name} must be True or False, not {value!r}")
+        raise ValueError(f"{name} must be True or False, not {shown(value)}")
     return bool(value)
 
 
@@ -103,11 +116,11 @@ def as_scale(scale: float | None, d: int) -> float:
                          "scale=1.0")
     try:
         rounded = ctypes.c_float(1 / math.sqrt(d) if scale is None else scale).value
-    except (TypeError, ValueError, OverflowError):
+    except (TypeError, ValueError, OverflowError, RuntimeError):  # the last of a tensor without memory
         rounded = math.nan
     if not abs(rounded) <= MAX_SCALE:
-        raise ValueError(f"scale must be a number from -{MAX_SCALE:.0f} to {MAX_SCALE:.0f}, not {scale!r}: "
-                         "beyond, scores overflow; multiply q by the rest, if it has to be")
+        raise ValueError(f"scale must be a number from -{MAX_SCALE:.0f} to {MAX_SCALE:.0f}, not "
+                         f"{shown(scale)}: beyond, scores overflow; multiply q by the rest, if it has to be")
     return rounded
 
 

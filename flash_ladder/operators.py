@@ -15,7 +15,17 @@ from torch.autograd import forward_ad
 from torch.utils.flop_counter import register_flop_formula
 
 from .checks import check_tangent, check_tensors
-from .plan import FLOPS_PER_COLUMN, Plan, backward, choose, forward, forward_outputs, run, visible_pairs
+from .plan import (
+    FLOPS_PER_COLUMN,
+    Plan,
+    backward,
+    choose,
+    empty_like,
+    forward,
+    forward_outputs,
+    run,
+    visible_pairs,
+)
 from .stage import Stage
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
@@ -98,7 +108,7 @@ def as_text(stage: str | Path | Stage | None, dtype: torch.dtype | None = None) 
 
 
 def of_text(stage: str | None) -> str | Path | None:
-    return Path(stage) if stage and "/" in stage else stage
+    return Path(stage) if isinstance(stage, str) and "/" in stage else stage
 
 
 # ------------------------------------------------------------------------------------------ the operators
@@ -124,7 +134,7 @@ def _(q, k, v, diagonal, scale, stage, backward, deterministic, Br, Bc, Br_bwd, 
     gradients = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
     if gradients or (backward, Br_bwd, Bc_bwd) != (None, None, None):
         choose(of_text(backward), q, "bwd", deterministic, diagonal is not None, Br=Br_bwd, Bc=Bc_bwd)
-    return torch.empty_like(q), q.new_empty(q.shape[:3], dtype=torch.float32)
+    return empty_like(q), q.new_empty(q.shape[:3], dtype=torch.float32)
 
 
 @torch.library.custom_op(
@@ -152,7 +162,7 @@ def _backward_op(q, k, v, o, L, dO, dL, diagonal, scale, stage, deterministic, B
 def _(q, k, v, o, L, dO, dL, diagonal, scale, stage, deterministic, Br, Bc):
     check_tensors(q, k, v, traced=True)
     choose(of_text(stage), q, "bwd", deterministic, diagonal is not None, Br=Br, Bc=Bc)
-    return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+    return empty_like(q), empty_like(k), empty_like(v)
 
 
 def _save(ctx, inputs, output) -> None:

@@ -82,8 +82,8 @@ class Plan:
         params = struct(B=q.shape[0], H=q.shape[1], H_kv=k.shape[1], N_q=q.shape[2], N_k=k.shape[2],
                         diagonal=diagonal or 0, scale=scale)
         for name, x in tensors.items():
-            if name not in VECTORS:
-                setattr(params, name, Tensor(None, *x.stride()[:3]))
+            if x is not None and name not in VECTORS:
+                setattr(params, name, Tensor(None, *strides_of(x)))
         self.stage, self.device = stage, q.device
         self._macros = definitions(stage, q.dtype, q.shape[3], diagonal is not None, tiles, deterministic,
                                    scale < 0)
@@ -141,7 +141,7 @@ class Plan:
         with report.guarded(inputs, outputs) as at:
             for name in named:
                 address = at[name].data_ptr()
-                setattr(params, name, address if name in VECTORS else Tensor(address, *at[name].stride()[:3]))
+                setattr(params, name, address if name in VECTORS else Tensor(address, *strides_of(at[name])))
             params.workspace = at[self.stage.workspace].data_ptr()
             error = self.library.run(ctypes.byref(params), None)
         if error is not None:
@@ -150,6 +150,12 @@ class Plan:
         diagonal = params.diagonal if self._macros["CAUSAL"] == "1" else None
         report.flops += (FLOPS_PER_COLUMN[direction] * q.shape[0] * q.shape[1] * q.shape[3]
                          * visible_pairs(q.shape[2], k.shape[2], diagonal))
+
+
+def strides_of(x: torch.Tensor) -> list[int]:
+    """Of B, H and N. In a dimension of size 1 any stride is legal, such as 1; a row's length stands for it:
+    copies of rows past the last one read nothing, but need an address that is aligned."""
+    return [x.shape[3] if size == 1 else stride for size, stride in zip(x.shape[:3], x.stride())]
 
 
 _plans: dict[tuple, Plan] = {}
@@ -190,7 +196,13 @@ def forward(q, k, v, diagonal: int | None, scale: float | None, stage: Stage, ti
 
 def forward_outputs(q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """O and L, to be filled."""
-    return torch.empty_like(q), torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
+    return empty_like(q), torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
+
+
+def empty_like(x: torch.Tensor) -> torch.Tensor:
+    """PyTorch's, but where that would take a row apart, as it may if x is expanded: contiguous."""
+    like = torch.empty_like(x)
+    return like if like.stride(3) == 1 else torch.empty(x.shape, dtype=x.dtype, device=x.device)
 
 
 def backward(q, k, v, o, lse, do, dlse, diagonal: int | None, scale: float | None, stage: Stage,
@@ -206,7 +218,7 @@ def backward(q, k, v, o, lse, do, dlse, diagonal: int | None, scale: float | Non
         return tuple(x.to(q.dtype) for x in gradients)
     tensors = {"Q": q, "K": k, "V": v, "O": aligned(o), "dO": aligned(do), "L": lse.contiguous(),
                "dL": None if dlse is None else dlse.contiguous(),
-               "dQ": torch.empty_like(q), "dK": torch.empty_like(k), "dV": torch.empty_like(v)}
+               "dQ": empty_like(q), "dK": empty_like(k), "dV": empty_like(v)}
     run(plan_for(stage, tiles, deterministic, diagonal, as_scale(scale, q.shape[3]), tensors), tensors)
     return tensors["dQ"], tensors["dK"], tensors["dV"]
 

@@ -27,9 +27,12 @@ def read_stage(path: Path, direction: str = "fwd") -> Stage:
     path = Path(path)
     if not path.is_absolute():  # resolve() takes longer than all the rest
         path = path.resolve()
-    if not path.is_file():
-        raise ValueError(f"{_argument(direction)}: {path} is no file")
-    stage = read_header(path, direction, path.parent == STAGES, path.stat().st_mtime_ns)
+    try:
+        if not path.is_file():
+            raise ValueError(f"{_argument(direction)}: {path} is no file")
+        stage = read_header(path, direction, path.parent == STAGES, path.stat().st_mtime_ns)
+    except OSError as error:  # such as that of a name which is too long
+        raise ValueError(f"{_argument(direction)}: {path} cannot be read: {error.strerror}") from None
     if stage.after and not stage.number:
         _check_parent(path, stage.after, [s.name for s in stages(stage.direction)], stage.direction)
     return stage
@@ -126,6 +129,8 @@ def find_stage(stage: str | Path | Stage | None, dtype: torch.dtype, device: tor
         stage = best_stage(known, device, dtype, wanted, d)
     elif not isinstance(stage, Stage):
         raise ValueError(f"{argument} must be a name, a pathlib.Path or a Stage, not {type(stage).__name__}")
+    elif not stage.path.is_file():
+        raise ValueError(f"{argument}: {stage.path} is no file: read_stage() it where it is now")
     if stage.direction != direction:
         raise ValueError(f"{argument}: {stage.path.name} is a {DIRECTIONS[stage.direction]} stage: pass it "
                          f"as {_argument(stage.direction)}=")

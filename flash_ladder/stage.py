@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import math
-import operator
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +15,7 @@ from .arithmetic import ArithmeticProblem, evaluate
 from .devices import default_device
 from .nvcc import find_nvcc
 from .sources import line_of, read_source
+from .values import as_integer, shown
 
 FIELDS = ("idea", "types", "needs", "after", "default", "deterministic", "tiles", "limits", "shared",
           "workspace", "hbm", "predicted", "measured")
@@ -133,9 +133,10 @@ class Stage:
         for name, size in chosen.items():
             if name not in ("Br", "Bc"):
                 raise ValueError(f"{name}: {self} has no such argument; its tile sizes are Br and Bc")
-            if isinstance(size, bool) or not hasattr(size, "__index__") or not 1 <= size <= 1024:
-                raise ValueError(f"{name}{self._suffix} must be an integer from 1 to 1024, not {size!r}")
-            chosen[name] = operator.index(size)
+            whole = as_integer(size)
+            if whole is None or not 1 <= whole <= 1024:
+                raise ValueError(f"{name}{self._suffix} must be an integer from 1 to 1024, not {shown(size)}")
+            chosen[name] = whole
         rows = 1 << rows.bit_length() - 1  # rounded down, so that the cache stays small
         return dict(self._fitting_tiles(d, shared_memory, rows, causal, tuple(chosen.items())))
 
