@@ -162,6 +162,52 @@ def is_found(row: dict) -> bool:
     return bool(set(row["bug"]) & set(row["expected"]))
 
 
+# ------------------------------------------------------------------------------------------ the table
+TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")     # of compute-sanitizer: see sanitizer.py
+SAYS_SO = ("found", "warning")
+
+
+def says_so(answers: dict[str, dict]) -> bool:
+    """Whether one of compute-sanitizer's tools has named a mistake, if only as a warning."""
+    return any(answer["verdict"] in SAYS_SO for answer in answers.values())
+
+
+def table(ours: dict, gpu: dict | None) -> str:
+    """Found, missed and false by topic, as Markdown: of the checker; of compute-sanitizer, where it has run.
+
+    ours, gpu: what this script and sanitizer.py have written."""
+    theirs = {(row["topic"], row["name"]): row for row in gpu["cases"]} if gpu else {}
+    header = ["topic", "bugs", "found", "missed", "false"]
+    if gpu:
+        header += [f"`{tool}`" for tool in TOOLS] + ["any of the four", "false"]
+    lines = [f"| {' | '.join(header)} |", "|---|" + "---:|" * (len(header) - 1)]
+    topics = list(dict.fromkeys(row["topic"] for row in ours["cases"]))
+    for topic in [*topics, None]:
+        rows = [row for row in ours["cases"] if topic in (row["topic"], None)]
+        found = sum(map(is_found, rows))
+        numbers = [len(rows), found, len(rows) - found, sum(bool(row["twin"]) for row in rows)]
+        if gpu:
+            there = [theirs[key] for row in rows if (key := (row["topic"], row["name"])) in theirs]
+            numbers += [sum(says_so({tool: row["bug"][tool]}) for row in there) for tool in TOOLS]
+            numbers += [sum(says_so(row["bug"]) for row in there), sum(says_so(row["twin"]) for row in there)]
+        name = topic.replace("_", " ") if topic else "**all**"
+        lines.append(f"| {name} | {' | '.join(map(str, numbers))} |")
+    named = {"Missed": [row["name"] for row in ours["cases"] if not is_found(row)],
+             "False": [row["name"] for row in ours["cases"] if row["twin"]]}
+    said = [f"{what}: {', '.join(f'`{name}`' for name in names)}." for what, names in named.items() if names]
+    said.append(f"The checker's columns: `python results/corpus.py`, {ours['date']}.")
+    if gpu:
+        only = sorted(row["name"] for row in ours["cases"] if not is_found(row)
+                      and (it := theirs.get((row["topic"], row["name"]))) and says_so(it["bug"]))
+        if only:
+            said.append(f"Found by compute-sanitizer alone: {', '.join(f'`{name}`' for name in only)}.")
+        said.append(f"compute-sanitizer {gpu['compute-sanitizer']}, nvcc {gpu['flags']}: {gpu['device']}, "
+                    f"{gpu['date']}, by `python results/sanitizer.py`; its warnings count as found.")
+        if missing := len(ours["cases"]) - len(theirs):
+            said.append(f"{missing} newer cases have not run there.")
+    return "\n".join([*lines, "", " ".join(said)])
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("folder", type=Path)

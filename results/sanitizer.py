@@ -29,10 +29,9 @@ from datetime import date
 from pathlib import Path
 
 import corpus
-from corpus import Case
+from corpus import TOOLS, Case
 
 ROOT = Path(__file__).resolve().parent.parent
-TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
 FLAGS = ("-std=c++17", "-O3", "-lineinfo")       # those of the stages
 # First lines of what a tool prints that say nothing about a mistake in a kernel
 NO_DIAGNOSIS = re.compile(r"COMPUTE-SANITIZER|(ERROR|RACECHECK|LEAK) SUMMARY|Program hit|Target application|"

@@ -290,6 +290,18 @@ __global__ void source_not_yet_written(const float* x, float* out, unsigned* cou
   out[300 + t] = tile[4 * t];
 }
 
+// A block must not end before its copies: its shared memory may be another's by then.
+//! race or copy <<<1, 32>>>
+__global__ void copy_that_outlives_its_block(const float* x, float* out, unsigned* count) {
+  __shared__ __align__(16) float tile[128];
+  const int t = threadIdx.x;
+  cp_async_16(shared_address(tile + 4 * t), x + 4 * t);
+  cp_async_commit();
+  out[t] = x[t];
+  cp_async_wait<0>();
+  //! buggy:
+}
+
 //! race <<<1, 32>>>
 __global__ void ldmatrix_before_the_wait(const float* x, float* out, unsigned* count) {
   __shared__ __align__(16) float rows[32][4];
