@@ -16,7 +16,9 @@ import torch
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
+import corpus  # noqa: E402
 import headers  # noqa: E402
+import mutants  # noqa: E402
 
 import flash  # noqa: E402
 from flash_ladder.bench import competitors, report, staircase  # noqa: E402
@@ -408,6 +410,18 @@ def conflicts() -> str:
                       f"{' and '.join(f'{gpu:,} in {stage}' for stage, (_, gpu) in found.items())}."])
 
 
+def planted_bugs() -> str:
+    """What the checker finds in the corpus of planted bugs, beside compute-sanitizer where that has run."""
+    gpu = RESULTS / "h200" / "corpus.json"
+    return corpus.table(json.loads((RESULTS / "cpu" / "corpus.json").read_text()),
+                        json.loads(gpu.read_text()) if gpu.is_file() else None)
+
+
+def stage_mutants() -> str:
+    """How many mutants of the stages are found."""
+    return mutants.table(json.loads((RESULTS / "cpu" / "mutants.json").read_text()))
+
+
 def lessons() -> str:
     """The notebooks as a Markdown table: title, exercises and bug hunts of each."""
     lines = ["| lesson | exercises | bug hunts |", "|---|---|---|"]
@@ -421,7 +435,8 @@ def lessons() -> str:
 
 
 PARTS = ("ladder", "speed", "lessons", "host", "rungs", "results", "backward", "ratios", "long", "results16",
-         "backward16", "ratios16", "finding", "traffic", "counts", "conflicts")
+         "backward16", "ratios16", "finding", "traffic", "counts", "conflicts",
+         "planted_bugs", "stage_mutants")
 
 
 def updated(texts: dict[str, str]) -> dict[str, str]:

@@ -1,9 +1,15 @@
 """Stages broken on purpose: each must give a wrong result or an error, or else the other tests mean nothing.
 
 Barriers that are missing: only some of them show in a result here; test_checker.py removes each.
+
+The mutants of results/mutants.py are made mechanically, and run under the checker. Here run a few of them, or
+all, which takes most of an hour: FLASH_ALL_MUTANTS=1.
 """
 
+import json
+import os
 import re
+import sys
 
 import pytest
 import torch
@@ -21,6 +27,9 @@ from conftest import (
 import flash
 from flash_ladder import plan
 from tutorials.exercises.exercise import inlined
+
+sys.path.insert(0, str(flash.ROOT / "results"))
+import mutants  # noqa: E402
 
 BY_NAME = {s.name: s for s in flash.stages("fwd")}
 BACKWARD = {s.name: s for s in flash.stages("bwd")}
@@ -404,3 +413,84 @@ def test_missing_barrier_is_caught(stage, number, tmp_path):
     seeds = "", *map(str, range(1, 6))
     wide = *random_qkv(1, 1, 1, 40, 200, 136, "cpu", BY_NAME[stage].dtypes[0]), None
     assert not survives(mutant, seeds) or not survives(mutant, seeds, [wide])  # some are for d > 128
+
+
+# ------------------------------------------------------------------------------------------ made mechanically
+ROWS = {mutants.name_of(row): row
+        for row in json.loads((flash.ROOT / "results" / "cpu" / "mutants.json").read_text())["mutants"]}
+EQUIVALENT = mutants.equivalent()
+TRIED = {name for row in ROWS.values() for name in row["tried"]}
+TRIED_STAGES = [stage for stage in STAGES if stage.path.stem in TRIED]
+SAMPLE = {"fwd_13_cp_async": 8, "bwd_11_cp_async": 16}      # every so many of a stage's own
+
+
+def test_the_mutants_are_those_of_the_stages():
+    """results/cpu/mutants.json has a row for each mutant of the stages that have run, and no other; else:
+    python results/mutants.py results/cpu --stages NAME. Those that are called equivalent exist, have a
+    reason, and were not found."""
+    names = {mutant.name for stage in STAGES for mutant in mutants.mutants(stage).values()}
+    ours = {mutant.name for stage in STAGES if stage.path.stem in TRIED
+            for mutant in mutants.mutants(stage).values()}
+    assert set(ROWS) == ours
+    assert set(EQUIVALENT) <= names and all(EQUIVALENT.values())
+    assert not [name for name in EQUIVALENT if name in ROWS and ROWS[name]["how"]]
+
+
+@pytest.mark.parametrize("stage", TRIED_STAGES if os.environ.get("FLASH_ALL_MUTANTS") else
+                         [stage for stage in TRIED_STAGES if stage.path.stem in SAMPLE], ids=name_of)
+def test_mutants_are_found(stage):
+    """Those of the file alone: as they were when results/cpu/mutants.json was written."""
+    own = {number: mutant for number, mutant in mutants.mutants(stage).items()
+           if mutant.file == stage.path.name}
+    if not os.environ.get("FLASH_ALL_MUTANTS"):
+        own = dict(list(own.items())[::SAMPLE[stage.path.stem]])
+    (_, without), *rest = mutants.verdicts(stage, [0, *own])
+    assert not without and len(rest) == len(own)
+    missed = {own[number].name for number, how in rest if not how}
+    assert missed == {mutant.name for mutant in own.values() if not ROWS[mutant.name]["how"]}
+
+
+def test_the_table_of_mutants():
+    """Each is of one kind; and the table's numbers add up."""
+    for stage in STAGES:
+        for mutant in mutants.mutants(stage).values():
+            assert len([kind for kind in mutants.KINDS.values() if re.fullmatch(kind, mutant.change)]) == 1
+    made = mutants.table({"date": "2030-01-02", "mutants": list(ROWS.values())})
+    *rows, total = [[int(cell) for cell in line.split("|")[2:-1]] for line in made.splitlines()[2:-2]]
+    assert total == [sum(column) for column in zip(*rows)] and total[0] == len(ROWS) == sum(total[1:])
+
+
+def test_how_mutants_are_made(tmp_path):
+    """Of each kind, in a small file: a barrier between statements, a wait, bounds; none of the host's."""
+    file = tmp_path / "some.cuh"
+    file.write_text(EXAMPLE)
+    source = mutants.Source(file, 1, tmp_path)
+    assert [(m.line, m.change) for m in source.mutants] == [
+        (4, "__syncthreads removed"), (4, "__syncthreads a statement later"),
+        (4, "__syncthreads a statement earlier"),
+        (6, "cp_async_wait<0> removed"), (6, "cp_async_wait<0> a statement earlier"),
+        (6, "cp_async_wait<0> for one group less"),
+        (5, "< + 1"), (5, "< - 1"), (5, "min + 1"), (5, "min - 1"), (5, "<= + 1"), (5, "<= - 1")]
+    assert source.mutated().count("\n") == EXAMPLE.count("\n")
+    lines = source.mutated().splitlines()
+    assert lines[2].startswith("  if (MUTANT(3)) __syncthreads(); tile[t]")
+    assert lines[3] == "  { if (!MUTANT(1) && !MUTANT(2) && !MUTANT(3)) __syncthreads(); }  // all"
+    assert lines[4].strip() == (
+        "if (MUTANT(5)) cp_async_wait<0>(); for (int k = 0; k < MUTANT(7) - MUTANT(8) + "
+        "min(MUTANT(9) - MUTANT(10) + t, 3); k++) if (t <= MUTANT(11) - MUTANT(12) + n) { x++; } "
+        "if (MUTANT(2)) __syncthreads();")
+    assert "else if (MUTANT(6)) cp_async_wait<0 + 1>();" in lines[5]
+
+
+EXAMPLE = """\
+__global__ void kernel(float* tile, int n) {
+  const int t = threadIdx.x;
+  tile[t] = 0.f;
+  __syncthreads();  // all
+  for (int k = 0; k < min(t, 3); k++) if (t <= n) { x++; }
+  cp_async_wait<0>();
+}
+void launch(int n) {
+  if (n < 3) kernel<<<1, 32>>>(nullptr, n);
+}
+"""

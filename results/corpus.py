@@ -1,0 +1,227 @@
+"""The corpus in tests/corpus: kernels with one planted bug each, and what the simulator's checker finds.
+
+    python results/corpus.py results/cpu      # writes corpus.json there
+
+A file is a topic. Its kernels are right; a line "//! buggy: ..." under one of their lines has what stands in
+its place in the bug: nothing, if nothing follows. So a bug and its correct twin differ in that line. Before a
+kernel, "//! race <<<1, 64>>>" says what the checker must find in the bug, and how the kernel is launched.
+Kernels have (x, out, count) as arguments: 1000 floats from 1 to 7; 1000 floats to be written; 8 zeros.
+"""
+
+import argparse
+import ctypes
+import json
+import re
+import sys
+from dataclasses import asdict, dataclass
+from datetime import date
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+FOLDER = ROOT / "tests" / "corpus"
+HEAD = re.compile(r"^//! ([\w ]+?) <<<(.*)>>>\n__global__ void (\w+)\(", re.M)
+BUGGY = re.compile(r"^( *)(.*)\n *//! buggy:(.*)$", re.M)
+PLACES = ("bug", "twin")
+# What follows a topic's kernels: a function that launches one of them, and for nvcc a program that launches
+# those whose numbers are its arguments
+LAUNCHES = """
+extern "C" const char* run_case(int number, const float* x, float* out, unsigned* count) {{
+  switch (number) {{
+{cases}
+  }}
+  const cudaError_t error = cudaGetLastError();
+  return error == cudaSuccess ? nullptr : cudaGetErrorString(error);
+}}
+"""
+PROGRAM = """
+#ifdef __CUDACC__
+#include <cstdio>
+#include <cstdlib>
+int main(int number_of_arguments, char** arguments) {
+  float host[1000];
+  for (int i = 0; i < 1000; i++) host[i] = 1 + i % 7;
+  for (int i = 1; i < number_of_arguments; i++) {
+    float *x, *out;
+    unsigned* count;
+    cudaMalloc(&x, sizeof host);
+    cudaMalloc(&out, sizeof host);
+    cudaMalloc(&count, 8 * sizeof(unsigned));
+    cudaMemcpy(x, host, sizeof host, cudaMemcpyHostToDevice);
+    cudaMemset(count, 0, 8 * sizeof(unsigned));
+    const char* error = run_case(atoi(arguments[i]), x, out, count);
+    const cudaError_t after = cudaDeviceSynchronize();
+    if (!error && after != cudaSuccess) error = cudaGetErrorString(after);
+    if (error) {
+      printf("case %s: %s\\n", arguments[i], error);
+      return 1;
+    }
+    cudaFree(x);
+    cudaFree(out);
+    cudaFree(count);
+  }
+  return 0;
+}
+#endif
+"""
+
+
+@dataclass(frozen=True)
+class Case:
+    """A kernel of a topic. expected: what the checker must find in the bug, one of these."""
+
+    topic: str
+    name: str
+    number: int              # in its topic
+    expected: tuple[str, ...]
+    launch: str              # between <<< and >>>
+    lines: tuple[int, int]   # of its file: the first and the last
+
+
+def topics() -> list[Path]:
+    """The files of the corpus."""
+    return sorted(FOLDER.glob("*.cu"))
+
+
+def cases(topic: Path) -> list[Case]:
+    """The kernels of a file."""
+    text = topic.read_text()
+    heads = list(HEAD.finditer(text))
+    ends = [*(head.start() for head in heads[1:]), len(text)]
+    return [Case(topic.stem, head[3], number, tuple(head[1].split(" or ")), head[2],
+                 tuple(1 + text.count("\n", 0, position) for position in (head.start(), end)))
+            for number, (head, end) in enumerate(zip(heads, ends))]
+
+
+def program(topic: Path, place: str) -> str:
+    """The text of a topic's bugs, or of their correct twins, line for line as in its file."""
+    text = topic.read_text()
+    if place == "bug":
+        text = BUGGY.sub(lambda m: f"{m[1]}{m[3].strip()}".rstrip() + "\n", text)
+    launches = [f"    case {c.number}: {c.name}<<<{c.launch}>>>(x, out, count); break;" for c in cases(topic)]
+    return text + LAUNCHES.format(cases="\n".join(launches)) + PROGRAM
+
+
+def write_program(topic: Path, place: str, folder: Path) -> Path:
+    """The same in a file of the topic's name."""
+    file = folder / place / topic.name
+    file.parent.mkdir(parents=True, exist_ok=True)
+    text = program(topic, place)
+    if not file.is_file() or file.read_text() != text:
+        file.write_text(text)
+    return file
+
+
+# ------------------------------------------------------------------------------------------ the checker
+def library(topic: Path, place: str) -> ctypes.CDLL:
+    """A topic's kernels, for the simulator, with the checker."""
+    import torch
+
+    from flash_ladder import loader
+
+    file = write_program(topic, place, loader.BUILD / "corpus")
+    built = ctypes.CDLL(str(loader.build(file, torch.device("cpu"), name=f"{topic.stem}_{place}",
+                                         checked=True)))
+    built.run_case.restype = ctypes.c_char_p
+    return built
+
+
+def inspected(built: ctypes.CDLL, *chosen: Case):
+    """The report of these cases, one launched after the other, and their errors."""
+    import torch
+
+    import flash
+
+    errors = []
+    with flash.inspect() as report:
+        for case in chosen:
+            inputs = {"x": 1 + torch.arange(1000.) % 7, "count": torch.zeros(8, dtype=torch.int32)}
+            with report.guarded(inputs, {"out": torch.empty(1000)}) as arrays:
+                pointers = (ctypes.c_void_p(arrays[name].data_ptr()) for name in ("x", "out", "count"))
+                error = built.run_case(case.number, *pointers)
+                errors.append(error.decode() if error else "")
+    return report, errors
+
+
+def check(topic: Path) -> list[dict]:
+    """What the checker finds in each case of a topic: in the bug and in the twin."""
+    rows = []
+    libraries = {place: library(topic, place) for place in PLACES}
+    for case in cases(topic):
+        row = {key: value for key, value in asdict(case).items() if key in ("topic", "name", "expected")}
+        for place in PLACES:
+            report, _ = inspected(libraries[place], case)
+            row[place] = sorted({finding.what for finding in report.findings})
+        rows.append(row)
+    return rows
+
+
+def is_found(row: dict) -> bool:
+    """Whether the bug gives a finding of an expected kind."""
+    return bool(set(row["bug"]) & set(row["expected"]))
+
+
+# ------------------------------------------------------------------------------------------ the table
+TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")     # of compute-sanitizer: see sanitizer.py
+SAYS_SO = ("found", "warning")
+
+
+def says_so(answers: dict[str, dict]) -> bool:
+    """Whether one of compute-sanitizer's tools has named a mistake, if only as a warning."""
+    return any(answer["verdict"] in SAYS_SO for answer in answers.values())
+
+
+def table(ours: dict, gpu: dict | None) -> str:
+    """Found, missed and false by topic, as Markdown: of the checker; of compute-sanitizer, where it has run.
+
+    ours, gpu: what this script and sanitizer.py have written."""
+    theirs = {(row["topic"], row["name"]): row for row in gpu["cases"]} if gpu else {}
+    header = ["topic", "bugs", "found", "missed", "false"]
+    if gpu:
+        header += [f"`{tool}`" for tool in TOOLS] + ["any of the four", "false"]
+    lines = [f"| {' | '.join(header)} |", "|---|" + "---:|" * (len(header) - 1)]
+    topics = list(dict.fromkeys(row["topic"] for row in ours["cases"]))
+    for topic in [*topics, None]:
+        rows = [row for row in ours["cases"] if topic in (row["topic"], None)]
+        found = sum(map(is_found, rows))
+        numbers = [len(rows), found, len(rows) - found, sum(bool(row["twin"]) for row in rows)]
+        if gpu:
+            there = [theirs[key] for row in rows if (key := (row["topic"], row["name"])) in theirs]
+            numbers += [sum(says_so({tool: row["bug"][tool]}) for row in there) for tool in TOOLS]
+            numbers += [sum(says_so(row["bug"]) for row in there), sum(says_so(row["twin"]) for row in there)]
+        name = topic.replace("_", " ") if topic else "**all**"
+        lines.append(f"| {name} | {' | '.join(map(str, numbers))} |")
+    named = {"Missed": [row["name"] for row in ours["cases"] if not is_found(row)],
+             "False": [row["name"] for row in ours["cases"] if row["twin"]]}
+    said = [f"{what}: {', '.join(f'`{name}`' for name in names)}." for what, names in named.items() if names]
+    said.append(f"The checker's columns: `python results/corpus.py`, {ours['date']}.")
+    if gpu:
+        only = sorted(row["name"] for row in ours["cases"] if not is_found(row)
+                      and (it := theirs.get((row["topic"], row["name"]))) and says_so(it["bug"]))
+        if only:
+            said.append(f"Found by compute-sanitizer alone: {', '.join(f'`{name}`' for name in only)}.")
+        said.append(f"compute-sanitizer {gpu['compute-sanitizer']}, nvcc {gpu['flags']}: {gpu['device']}, "
+                    f"{gpu['date']}, by `python results/sanitizer.py`; its warnings count as found.")
+        if missing := len(ours["cases"]) - len(theirs):
+            said.append(f"{missing} newer cases have not run there.")
+    return "\n".join([*lines, "", " ".join(said)])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("folder", type=Path)
+    args = parser.parse_args()
+    if not args.folder.is_dir():
+        parser.error(f"there is no folder {args.folder}")
+    rows = [row for topic in topics() for row in check(topic)]
+    for row in rows:
+        verdict = "found" if is_found(row) else f"MISSED (found {', '.join(row['bug']) or 'nothing'})"
+        false = f"; its twin: {', '.join(row['twin'])}" if row["twin"] else ""
+        print(f"{row['topic']}.{row['name']}: {verdict}{false}")
+    result = {"date": str(date.today()), "cases": rows}
+    (args.folder / "corpus.json").write_text(json.dumps(result, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,170 @@
+// Reads of what nothing has written: in shared, global and local memory.
+#include <cuda_runtime.h>
+
+//! uninitialised <<<1, 64>>>
+__global__ void rows_not_filled(const float* x, float* out, unsigned* count) {
+  __shared__ float tile[8][8];
+  const int row = threadIdx.x / 8, k = threadIdx.x % 8;
+  tile[row][k] = row < 5 ? x[threadIdx.x] : 0.f;
+  //! buggy: if (row < 5) tile[row][k] = x[threadIdx.x];
+  __syncthreads();
+  float sum = 0.f;
+  for (int r = 0; r < 8; r++) sum += tile[r][k];
+  out[threadIdx.x] = sum;
+}
+
+//! uninitialised <<<1, 32>>>
+__global__ void sums_not_set_to_zero(const float* x, float* out, unsigned* count) {
+  __shared__ float sums[32];
+  sums[threadIdx.x] = 0.f;
+  //! buggy:
+  for (int k = 0; k < 4; k++) sums[threadIdx.x] += x[k];
+  out[threadIdx.x] = sums[threadIdx.x];
+}
+
+//! uninitialised <<<1, 64>>>
+__global__ void atomic_not_set_to_zero(const float* x, float* out, unsigned* count) {
+  __shared__ float sum;
+  if (threadIdx.x == 0) sum = 0.f;
+  //! buggy:
+  __syncthreads();
+  atomicAdd(&sum, x[threadIdx.x]);
+  __syncthreads();
+  out[threadIdx.x] = sum;
+}
+
+//! uninitialised <<<1, 64, 512>>>
+__global__ void half_of_dynamic_memory(const float* x, float* out, unsigned* count) {
+  extern __shared__ float smem[];
+  smem[threadIdx.x] = smem[threadIdx.x + 64] = x[threadIdx.x];
+  //! buggy: smem[threadIdx.x] = x[threadIdx.x];
+  __syncthreads();
+  out[threadIdx.x] = smem[127 - threadIdx.x];
+}
+
+//! uninitialised <<<1, 32>>>
+__global__ void one_element_of_a_tile(const float* x, float* out, unsigned* count) {
+  __shared__ float tile[32];
+  if (threadIdx.x < 32) tile[threadIdx.x] = x[threadIdx.x];
+  //! buggy: if (threadIdx.x < 31) tile[threadIdx.x] = x[threadIdx.x];
+  __syncthreads();
+  float sum = 0.f;
+  for (int k = 0; k < 32; k++) sum += tile[k];
+  out[threadIdx.x] = sum;
+}
+
+// A flag that is only ever set.
+//! uninitialised <<<1, 64>>>
+__global__ void flag_never_cleared(const float* x, float* out, unsigned* count) {
+  __shared__ unsigned found;
+  if (threadIdx.x == 0) found = 0;
+  //! buggy:
+  __syncthreads();
+  if (x[threadIdx.x] > 1000.f) atomicExch(&found, 1u);
+  __syncthreads();
+  out[threadIdx.x] = found;
+}
+
+// The block that ran on this SM before has left its numbers.
+//! uninitialised <<<300, 32>>>
+__global__ void left_by_another_block(const float* x, float* out, unsigned* count) {
+  __shared__ float tile[32];
+  tile[threadIdx.x] = x[threadIdx.x];
+  //! buggy: if (blockIdx.x == 0) tile[threadIdx.x] = x[threadIdx.x];
+  __syncthreads();
+  if (threadIdx.x == 0) out[blockIdx.x] = tile[31];
+}
+
+//! uninitialised <<<300, 32, 128>>>
+__global__ void left_in_dynamic_memory(const float* x, float* out, unsigned* count) {
+  extern __shared__ float smem[];
+  smem[threadIdx.x] = x[threadIdx.x];
+  //! buggy: if (blockIdx.x < 299) smem[threadIdx.x] = x[threadIdx.x];
+  __syncthreads();
+  if (threadIdx.x == 0) out[blockIdx.x] = smem[31];
+}
+
+// The cache of one block is of no use to the next.
+//! uninitialised <<<2, 32>>>
+__global__ void sum_over_blocks_in_shared(const float* x, float* out, unsigned* count) {
+  __shared__ float sum[32];
+  sum[threadIdx.x] = 0.f;
+  //! buggy: if (blockIdx.x == 0) sum[threadIdx.x] = 0.f;
+  sum[threadIdx.x] += x[threadIdx.x];
+  out[blockIdx.x * 32 + threadIdx.x] = sum[threadIdx.x];
+}
+
+//! uninitialised <<<1, 32>>>
+__global__ void output_read_back(const float* x, float* out, unsigned* count) {
+  out[threadIdx.x] = x[threadIdx.x];
+  //! buggy: if (threadIdx.x < 31) out[threadIdx.x] = x[threadIdx.x];
+  out[100 + threadIdx.x] = out[threadIdx.x];
+}
+
+//! uninitialised <<<1, 32>>>
+__global__ void output_added_to(const float* x, float* out, unsigned* count) {
+  out[threadIdx.x] = x[threadIdx.x];
+  //! buggy: out[threadIdx.x] += x[threadIdx.x];
+}
+
+//! uninitialised <<<4, 32>>>
+__global__ void output_added_to_by_atomics(const float* x, float* out, unsigned* count) {
+  atomicAdd(&count[blockIdx.x], unsigned(x[threadIdx.x]));
+  //! buggy: atomicAdd(&out[threadIdx.x], x[threadIdx.x]);
+}
+
+//! uninitialised <<<1, 32>>>
+__global__ void vector_of_the_output(const float* x, float* out, unsigned* count) {
+  for (int k = 0; k < 4; k++) out[4 * threadIdx.x + k] = x[k];
+  //! buggy: if (threadIdx.x % 2) for (int k = 0; k < 4; k++) out[4 * threadIdx.x + k] = x[k];
+  const float4 four = reinterpret_cast<const float4*>(out)[threadIdx.x];
+  out[200 + threadIdx.x] = four.x + four.w;
+}
+
+//! uninitialised <<<1, 32>>>
+__global__ void half_of_a_vector(const float* x, float* out, unsigned* count) {
+  for (int k = 0; k < 4; k++) out[4 * threadIdx.x + k] = x[k];
+  //! buggy: for (int k = 0; k < 2; k++) out[4 * threadIdx.x + k] = x[k];
+  const float4 four = reinterpret_cast<const float4*>(out)[threadIdx.x];
+  out[200 + threadIdx.x] = four.x + four.w;
+}
+
+//! uninitialised <<<1, 32>>>
+__global__ void workspace_of_another_row(const float* x, float* out, unsigned* count) {
+  float* workspace = out + 500;
+  workspace[threadIdx.x] = x[threadIdx.x];
+  out[threadIdx.x] = workspace[threadIdx.x];
+  //! buggy: out[threadIdx.x] = workspace[threadIdx.x + 32];
+}
+
+//! uninitialised <<<1, 32>>>
+__global__ void local_variable(const float* x, float* out, unsigned* count) {
+  float sum = 0.f;
+  //! buggy: float sum;
+  for (int k = 0; k < 8; k++) sum += x[k + threadIdx.x];
+  out[threadIdx.x] = sum;
+}
+
+//! uninitialised <<<1, 32>>>
+__global__ void local_variable_in_a_branch(const float* x, float* out, unsigned* count) {
+  float scale = 1.f;
+  //! buggy: float scale;
+  if (x[threadIdx.x] > 2.f) scale = 0.5f;
+  out[threadIdx.x] = scale * x[threadIdx.x];
+}
+
+//! uninitialised <<<1, 32>>>
+__global__ void local_array(const float* x, float* out, unsigned* count) {
+  float O_reg[4] = {0.f, 0.f, 0.f, 0.f};
+  //! buggy: float O_reg[4];
+  for (int k = 0; k < 16 + int(count[0]); k++) O_reg[k % 4] += x[k];
+  out[threadIdx.x] = O_reg[threadIdx.x % 4];
+}
+
+//! uninitialised <<<1, 32>>>
+__global__ void end_of_a_local_array(const float* x, float* out, unsigned* count) {
+  float row[8];
+  for (int k = 0; k < 8 + int(count[0]); k++) row[k] = x[k];
+  //! buggy: for (int k = 0; k < 7 + int(count[0]); k++) row[k] = x[k];
+  out[threadIdx.x] = row[threadIdx.x % 8];
+}

@@ -1,0 +1,181 @@
+"""The checker finds every planted bug of tests/corpus, under every schedule, and nothing in its twin."""
+
+import functools
+import json
+import subprocess
+import sys
+
+import pytest
+from test_nvcc import NVCC, WHY_NOT
+
+import flash
+
+sys.path.insert(0, str(flash.ROOT / "results"))
+import corpus  # noqa: E402
+import sanitizer  # noqa: E402
+
+TOPICS = {topic.stem: topic for topic in corpus.topics()}
+CASES = [case for topic in TOPICS.values() for case in corpus.cases(topic)]
+SCHEDULES = [("", "late"), ("1", "early"), ("2", "random")]   # FLASH_SIM_SEED, FLASH_SIM_COPIES
+
+# Bugs that are not found under each of the schedules, and why
+MISSED = {
+    "fence_of_the_block_alone": "a fence's scope is not looked at",
+    "read_before_the_flag": "blocks run in order, so the flag is always set",
+    "a_reader_not_waited_for": "of each element two readers are remembered",
+    "dynamic_into_the_next_part": "the parts of dynamic shared memory have no ends",
+    "constant_past_the_end": "__device__ variables are not watched",
+    "half_of_a_vector": "a vector counts as initialised if a part of it is",
+    **dict.fromkeys(("local_past_the_end", "local_before_the_start", "local_write_past_the_end",
+                     "local_row_too_many", "local_variable", "local_variable_in_a_branch", "local_array",
+                     "end_of_a_local_array"), "local memory is not watched"),
+    **dict.fromkeys(("source_overwritten", "source_overwritten_by_another_thread"),
+                    "a copy reads its source when it starts"),
+    "copy_that_outlives_its_block": "copies under way at a block's end are forgotten",
+    "lanes_that_never_were": "lanes past the block's last thread are dropped from a mask",
+    "syncwarps_of_two_branches": "two __syncwarp() of one warp may meet",
+    "a_warp_that_left": "a false deadlock comes first",
+}
+# Twins with a finding
+FALSE = {
+    "threads_that_left": "threads that have left the kernel are waited for",
+    "a_warp_that_left": "threads that have left the kernel are waited for",
+    "full_mask_after_an_exit": "lanes that have left the kernel are waited for",
+}
+
+
+@functools.cache
+def library(topic: str, place: str):
+    return corpus.library(TOPICS[topic], place)
+
+
+def set_schedule(monkeypatch, seed: str, copies: str) -> None:
+    monkeypatch.setenv("FLASH_SIM_SEED", seed)
+    monkeypatch.setenv("FLASH_SIM_COPIES", copies)
+
+
+def test_the_corpus_is_whole():
+    """Each kernel has a bug, names are unique, and a bug lies line for line where its twin does."""
+    names = [case.name for case in CASES]
+    assert len(names) == len(set(names)) >= 60
+    assert {*MISSED, *FALSE} <= set(names)
+    for topic in TOPICS.values():
+        text = topic.read_text()
+        bug, twin = (corpus.program(topic, place).splitlines() for place in ("bug", "twin"))
+        assert text.count("__global__") == len(corpus.cases(topic)), f"{topic.name}: a head is not understood"
+        assert text.count("//! buggy:") == sum(a.startswith("//! buggy:") for a in map(str.strip, twin))
+        assert len(bug) == len(twin)
+        changed = {n for n, (a, b) in enumerate(zip(bug, twin), 1) if a != b}
+        for case in corpus.cases(topic):
+            first, last = case.lines
+            assert changed & set(range(first, last)), f"{case.name} has no bug"
+        assert not [line for line in bug if "//! buggy" in line]
+
+
+@pytest.mark.parametrize("case", [
+    pytest.param(case, id=f"{case.topic}-{case.name}", marks=[
+        pytest.mark.xfail(strict=True, reason=MISSED.get(case.name))] * (case.name in MISSED))
+    for case in CASES])
+def test_bug_is_found(case, monkeypatch):
+    """By a finding of the expected kind, in the kernel's lines."""
+    for seed, copies in SCHEDULES:
+        set_schedule(monkeypatch, seed, copies)
+        report, _ = corpus.inspected(library(case.topic, "bug"), case)
+        expected = [finding for finding in report.findings if finding.what in case.expected]
+        assert expected, report.findings
+        lines = {place.line for finding in expected for place in finding.places if place.line}
+        assert lines <= set(range(*case.lines))
+
+
+@pytest.mark.parametrize("seed, copies", SCHEDULES)
+@pytest.mark.parametrize("topic", TOPICS)
+def test_nothing_in_the_twins(topic, seed, copies, monkeypatch):
+    set_schedule(monkeypatch, seed, copies)
+    cases = corpus.cases(TOPICS[topic])
+    report, errors = corpus.inspected(library(topic, "twin"), *cases)
+    assert [kernel.name for kernel in report.kernels] == [case.name for case in cases]
+    wrong = {finding.kernel: finding for finding in report.findings}
+    assert set(wrong) == {case.name for case in cases} & set(FALSE), wrong
+    assert {case.name for case, error in zip(cases, errors) if error} <= set(FALSE), errors
+
+
+@pytest.mark.parametrize("topic", TOPICS)
+def test_the_table_is_of_this_corpus(topic, monkeypatch):
+    """results/cpu/corpus.json has what the checker finds now; else: python results/corpus.py results/cpu. The
+    results of compute-sanitizer may lack cases that are newer."""
+    set_schedule(monkeypatch, "", "")
+    rows = json.loads((flash.ROOT / "results" / "cpu" / "corpus.json").read_text())["cases"]
+    made = json.loads(json.dumps(corpus.check(TOPICS[topic])))
+    assert made == [row for row in rows if row["topic"] == topic]
+    assert {row["topic"] for row in rows} == set(TOPICS)
+    file = flash.ROOT / "results" / "h200" / "corpus.json"
+    if file.exists():
+        there = {(row["topic"], row["name"]) for row in json.loads(file.read_text())["cases"]}
+        assert there <= {(case.topic, case.name) for case in CASES}
+
+
+def test_the_table():
+    """By topic, with what compute-sanitizer found where it has run."""
+    ours = {"date": "2030-01-02", "cases": [
+        {"topic": "two_words", "name": "a", "expected": ["race"], "bug": ["race"], "twin": []},
+        {"topic": "two_words", "name": "b", "expected": ["race"], "bug": ["deadlock"], "twin": ["deadlock"]},
+        {"topic": "other", "name": "c", "expected": ["race"], "bug": ["race"], "twin": []}]}
+    text = corpus.table(ours, None)
+    assert text.splitlines()[2:5] == ["| two words | 2 | 1 | 1 | 1 |", "| other | 1 | 1 | 0 | 0 |",
+                                      "| **all** | 3 | 2 | 1 | 1 |"]
+    assert "Missed: `b`. False: `b`." in text
+
+    def answers(**others):
+        return {tool: {"verdict": others.get(tool, "clean")} for tool in corpus.TOOLS}
+
+    gpu = {"date": "2030-01-03", "device": "a GPU", "compute-sanitizer": "1.2", "flags": "-O3", "cases": [
+        {"topic": "two_words", "name": "a", "bug": answers(synccheck="hang"), "twin": answers()},
+        {"topic": "two_words", "name": "b", "bug": answers(memcheck="failed", racecheck="warning"),
+         "twin": answers(initcheck="found")}]}
+    text = corpus.table(ours, gpu)
+    assert text.splitlines()[2:5] == [
+        "| two words | 2 | 1 | 1 | 1 | 0 | 1 | 0 | 0 | 1 | 1 |",
+        "| other | 1 | 1 | 0 | 0 | 0 | 0 | 0 | 0 | 0 | 0 |",
+        "| **all** | 3 | 2 | 1 | 1 | 0 | 1 | 0 | 0 | 1 | 1 |"]
+    assert "Found by compute-sanitizer alone: `b`." in text and "1 newer cases have not run there." in text
+
+
+# ------------------------------------------------------------------------------------------ on a GPU
+HEAD = "========= COMPUTE-SANITIZER\n"
+
+
+@pytest.mark.parametrize("output, code, expected", [
+    (HEAD + "========= ERROR SUMMARY: 0 errors\n", 0, "clean"),
+    (HEAD + "========= Invalid __shared__ read of size 4 bytes\n=========     at f()\n"
+     "========= ERROR SUMMARY: 1 error\n", 99, "found"),
+    (HEAD + "========= Uninitialized __global__ memory read of size 4 bytes\n", None, "found"),
+    (HEAD + "========= Barrier error detected. Divergent thread(s) in warp.\n", 99, "found"),
+    (HEAD + "========= Error: Race reported between Write access at f() and Read access at f()\n"
+     "========= RACECHECK SUMMARY: 1 hazard displayed (1 error, 0 warnings)\n", 99, "found"),
+    (HEAD + "========= Warning: Race reported between Write access at f() and Read access at f()\n"
+     "========= RACECHECK SUMMARY: 1 hazard displayed (0 errors, 1 warning)\n", 0, "warning"),
+    (HEAD + "========= Program hit cudaErrorLaunchFailure (error 719) due to \"unspecified launch failure\"\n"
+     "=========     Saved host backtrace up to driver entry point at error\n"
+     "========= ERROR SUMMARY: 1 error\n", 99, "failed"),
+    (HEAD + "========= Error: process didn't terminate successfully\n"
+     "========= Target application returned an error\n", 1, "failed"),
+    (HEAD, None, "hang")])
+def test_verdicts_of_compute_sanitizer(output, code, expected):
+    found = sanitizer.verdict(output, code)
+    assert found["verdict"] == expected
+    assert bool(found["message"]) == (expected in ("found", "warning", "failed"))
+
+
+def test_a_run_that_hangs_is_ended():
+    """With its children; what it had printed is kept."""
+    output, code = sanitizer.run(["bash", "-c", "echo here; sleep 1000 & echo $!; wait"], 1)
+    word, child = output.split()
+    assert (word, code) == ("here", None)
+    assert subprocess.run(["ps", "-p", child, "-o", "stat="], capture_output=True).stdout in (b"", b"Z\n")
+
+
+@pytest.mark.skipif(NVCC is None, reason=WHY_NOT)
+@pytest.mark.parametrize("topic", TOPICS)
+def test_the_programs_compile(topic, tmp_path):
+    """By nvcc, the bugs: their twins differ in a line each."""
+    assert sanitizer.build(TOPICS[topic], "bug", tmp_path, "90a").stat().st_size > 0
