@@ -456,10 +456,45 @@ def test_the_header_of_each_exercise(exercise, tmp_path):
     assert stage.path.name == exercise.file_name
 
 
-def test_a_long_line_of_slashes_takes_no_time(tmp_path):
-    start = time.monotonic()
-    problem_of(ONE, ONE.solved() + "/" * 150_000 + "\\\n")
-    assert time.monotonic() - start < 5
+IN_BLANK = "m[r] = m_new;"
+
+
+@pytest.mark.parametrize("code, message", [
+    ("/* m[r] = m_new;", "comment without an end"),
+    ("/*/ m[r] = m_new;", "comment without an end"),
+    ("/\\\n* m[r] = m_new;", "comment without an end"),
+    ("'\\'' /* '", "comment without an end"),
+    ("1'0 /* '", "comment without an end"),
+    ("} {", "without its"),
+    ("}", "without its"),
+    ("{", "without its"),
+    ("#define Bc 160", "begins with `#define`"),
+    ("#\tundef Bc", "begins with `#\tundef`"),
+    ("%:define Bc 160", "begins with `%:define`"),
+    ("#if 0", "begins with `#if`"),
+    ('R"(', "raw string"),
+    ('u8R"x(', "raw string"),
+    ("/* a } and # */ { m[r] = m_new; } // {", None),
+    ("#pragma unroll", None),
+    ('puts("/* { #"); // /* {', None),
+    ("f('{', 1'000, 0xA'B);", None),
+])
+def test_a_blank_leaves_what_follows_as_it_is(code, message):
+    problem = problem_of(ONE, Change(IN_BLANK, f"{IN_BLANK}\n{code}\n").apply(ONE.solved()))
+    assert not problem if message is None else problem[0] == "changed" and message in problem[1]
+
+
+@pytest.mark.parametrize("text", [
+    "/" * 190_000 + "\\", "/*" * 90_000, '"\\' * 90_000, "'\\" * 90_000, "\\ " * 90_000, "// tiles:" * 20_000,
+    "\n// --- ".join(map(str, range(15_000))), "{" * 190_000, "1'" * 90_000, "// " + " " * 180_000,
+    "#" * 190_000,
+], ids=lambda text: repr(text[:8]))
+def test_long_lines_take_no_time(text):
+    for whole in (f"{text}\n{ONE.solved()}", f"{ONE.solved()}\n{text}\n",
+                  Change(IN_BLANK, f"{IN_BLANK}\n{text}\n").apply(ONE.solved())):
+        start = time.process_time()
+        problem_of(ONE, whole)
+        assert time.process_time() - start < 3
 
 
 # ------------------------------------------------------------------------------------ the command line

@@ -34,6 +34,9 @@ MOST_BYTES = 200_000  # of a file that is handed in: ten times the longest that 
 QUOTED = 200          # characters of a line of it, in messages
 _FIELD = re.compile(rf"// ({'|'.join(flash.FIELDS)}):")
 _TITLE = re.compile(r"// (Forward|Backward) stage")
+# Comments, numbers (which may have apostrophes) and strings, to be left out of account; braces and directives
+_TOKEN = re.compile(r"""//[^\n]*|/\*.*?(?:\*/|\Z)|\b\d[\w'.]*|"(?:\\.|[^"\\\n])*"?|'(?:\\.|[^'\\\n])*'?|"""
+                    r"[{}]|(?:#|%:)[ \t]*\w*", re.S)
 _INCLUDE = re.compile(r'^#include "(?:common/)?(\w+\.cuh)"$', re.M)
 
 
@@ -260,14 +263,16 @@ def _split(text: str) -> list[tuple[str, list[str], list[str]]]:
         ValueError: for a section without an end, one in another one, or two of the same title.
     """
     parts: list[tuple[str, list[str], list[str]]] = [("", [], [])]
+    known: set[str] = set()
     for number, line in enumerate(text.split("\n"), 1):
         title, _, marks = parts[-1]
         mark = SECTION.match(line)
         if mark and mark[1]:
             if title:
                 raise ValueError(f"line {number}: a section begins in the section {title!r}")
-            if any(mark[1] == known for known, _, _ in parts):
+            if mark[1] in known:
                 raise ValueError(f"line {number}: a second section {mark[1]!r}")
+            known.add(mark[1])
             parts.append((mark[1], [], [line]))
         elif mark:
             if not title:
@@ -355,6 +360,10 @@ def problem_of(exercise: Exercise, text: str) -> tuple[str, str] | None:
         return "not started", (f"Nothing is written yet after line {where}, `// --- {empty[0]}`: the text at "
                                "the top of the file says what is to stand there, and the hints at its end "
                                "help.")
+    for title in exercise.sections:
+        if misfit := _misfit(theirs[title]):
+            return "changed", (f"What is written after `// --- {title}` {misfit}: that changes the lines "
+                               "below the blank, which are not yours.")
     blanks = dict.fromkeys(exercise.sections, "")
     expected, found = (code_lines(with_sections(t, blanks)) for t in (given, text))
     for line, other in zip([*expected, ""], [*found, ""], strict=False):
@@ -362,6 +371,23 @@ def problem_of(exercise: Exercise, text: str) -> tuple[str, str] | None:
             return "changed", (f"Something else than the blanks has changed: {_instead(line, other)} Put "
                                "that back: only what is between the comments with --- is yours.")
     return None
+
+
+def _misfit(section: str) -> str:
+    """Why a section would change what follows it, or ""."""
+    text = re.sub(r"\\[ \t]*\n", "", section)
+    if re.search(r'\b(u8|[uUL])?R"', text):
+        return "has a raw string"
+    depth = 0
+    for token in _TOKEN.findall(text):
+        if token.startswith("/*") and not token[2:].endswith("*/"):
+            return "has a comment without an end"
+        if token[0] in "#%" and not token.endswith("pragma"):
+            return f"has a line that begins with `{token}`"
+        depth += (token == "{") - (token == "}")
+        if depth < 0:
+            break
+    return "has a { without its }, or a } without its {" if depth else ""
 
 
 def _instead(line: str, other: str) -> str:
