@@ -19,6 +19,7 @@ import signal
 import socket
 import struct
 import sys
+import time
 import traceback
 from dataclasses import asdict
 from pathlib import Path
@@ -100,6 +101,11 @@ def decoded(x: Any) -> Any:
     return cls(**{field: decoded(value) for field, value in fields})
 
 
+def settings_now() -> dict[str, str]:
+    """The simulator's, such as FLASH_SIM_SEED."""
+    return {name: value for name, value in os.environ.items() if name.startswith("FLASH_SIM_")}
+
+
 def serve(stream: socket.socket, exercise: Exercise, file: Path) -> None:
     """Make the calls that are asked for, until there are no more."""
     torch.set_num_threads(1)  # the tensors are small
@@ -107,17 +113,18 @@ def serve(stream: socket.socket, exercise: Exercise, file: Path) -> None:
     with stream.makefile("rb") as requests:
         while True:
             try:
-                mark, what, case, seed = pickle.load(requests)  # the judge's
+                mark, what, case, settings = pickle.load(requests)  # the judge's
             except EOFError:
                 return
-            os.environ.pop("FLASH_SIM_SEED", None)
-            os.environ.update(seed)
-            answer = ["", None]  # an error, or what the runner returns
+            for name in settings_now():
+                del os.environ[name]
+            os.environ.update(settings)
+            problem, answer = "", None
             try:
-                answer[1] = getattr(here, what)(exercise, grade.stage_of(exercise, file), case)
+                answer = getattr(here, what)(exercise, grade.stage_of(exercise, file), case)
             except (RuntimeError, ValueError) as error:
-                answer = [type(error).__name__, str(error)]
-            data = json.dumps(encoded(answer)).encode()
+                problem, answer = type(error).__name__, str(error)
+            data = json.dumps(encoded([problem, answer])).encode()
             stream.sendall(mark + struct.pack("<Q", len(data)) + data)
 
 
@@ -133,6 +140,7 @@ class Remote(Runner):
 
     def __init__(self, exercise: Exercise, file: Path, private: tuple[int, ...] = ()):
         """private: files of this process that the other one does not get, beside stdin."""
+        self.exit_code: int | None = None
         self.stream, other = socket.socketpair()
         self.pid = os.fork()
         if not self.pid:
@@ -173,12 +181,11 @@ class Remote(Runner):
         return outputs
 
     def _ask(self, what: str, case: Case) -> Any:
-        """What the stage's process answers. Raises Refused if it ends, or answers nonsense; what it
-        raises."""
+        """What the stage's process answers. Raises the RuntimeError or ValueError that it answers with, and
+        Refused if it ends or answers nonsense."""
         mark = secrets.token_bytes(16)
         try:
-            seed = {name: os.environ[name] for name in ("FLASH_SIM_SEED",) if name in os.environ}
-            self.stream.sendall(pickle.dumps((mark, what, case, seed)))
+            self.stream.sendall(pickle.dumps((mark, what, case, settings_now())))
             head = self._receive(len(mark) + 8)
             size = struct.unpack("<Q", head[len(mark):])[0]
             if not hmac.compare_digest(head[:len(mark)], mark) or size > MOST_BYTES:
@@ -187,11 +194,11 @@ class Remote(Runner):
         except (EOFError, ConnectionError):
             raise Refused("error", f"{self._end()}\n\nIn the call {case}.") from None
         try:
-            error, answer = decoded(json.loads(data))
+            problem, answer = decoded(json.loads(data))
         except Exception:  # whatever it is that the stage's code has made of it
             raise Refused("error", FORGED) from None
-        if error:
-            raise (ValueError if error == "ValueError" else RuntimeError)(answer)
+        if problem:
+            raise (ValueError if problem == "ValueError" else RuntimeError)(answer)
         return answer
 
     def _receive(self, count: int) -> bytes:
@@ -207,14 +214,26 @@ class Remote(Runner):
                 if not part:
                     raise EOFError
                 data += part
-            elif os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT):
+            elif self._exit_code() is not None:
                 raise EOFError
         return bytes(data)
 
+    def _exit_code(self) -> int | None:
+        """The process's, once it has ended; a signal's number is negative."""
+        if self.exit_code is None:
+            pid, status = os.waitpid(self.pid, os.WNOHANG)
+            self.exit_code = os.waitstatus_to_exitcode(status) if pid else None
+        return self.exit_code
+
     def _end(self) -> str:
         """How the process has ended, in words."""
-        code = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
-        how = f"exit code {code}" if code >= 0 else signal.Signals(-code).name
+        deadline = time.monotonic() + 5
+        while self._exit_code() is None and time.monotonic() < deadline:
+            time.sleep(0.01)
+        if self.exit_code is None:
+            return FORGED  # it lives, and has closed its socket
+        code = self.exit_code
+        how = next((s.name for s in signal.Signals if s == -code), f"exit code {code}")
         why = {-signal.SIGXCPU: " (too much CPU time)", -signal.SIGXFSZ: " (too large a file)"}.get(code, "")
         text = (f"The process that ran your code ended with {how}{why} before the checker was done. "
                 "Whatever it may have written or printed, only the checker's own verdict counts.")
