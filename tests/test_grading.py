@@ -201,27 +201,29 @@ def test_answers_of_the_stages_process(change, tmp_path):
     assert same.findings == report.findings and bool(report.findings) == (change.old != change.new)
 
 
-def test_the_stages_process_runs_blocks_in_the_judges_order(tmp_path):
-    """Atomics give other bits in each order, and the same in the same one."""
-    code = """if True:
+def test_each_call_has_the_judges_settings(tmp_path):
+    """FLASH_SIM_SEED as it is at the time of the call; the two calls load two libraries."""
+    code = f"""if True:
         import os, sys
         from pathlib import Path
         from tutorials.exercises import find, grade
         from tutorials.exercises.remote import Remote
-        exercise, file = find(10), Path(sys.argv[1])
+        exercise, file = find({HUNT.number}), Path(sys.argv[1])
         stage, remote = grade.stage_of(exercise, file), Remote(exercise, file)
-        def bits(seed):
-            os.environ.update(FLASH_SIM_SEED=seed, FLASH_SIM_THREADS="1")
-            return remote.called(exercise, stage, grade.ORDER)["dQ"]
-        first, again, other = bits("0"), bits("0"), bits("1")
-        print(first.equal(again), first.equal(other), flush=True)
+        os.environ["FLASH_SIM_SEED"] = "7"
+        remote.called(exercise, stage, grade.CASES[0])
+        del os.environ["FLASH_SIM_SEED"]
+        remote.observed(exercise, stage, grade.CASES[0])
         os._exit(0)"""
-    file = written(tmp_path, find(10).solved(), find(10))
+    body = f"""const char* seed = getenv("FLASH_SIM_SEED");
+      std::ofstream({quoted(tmp_path / "seeds")}, std::ios::app) << (seed ? seed : "none") << " ";"""
+    file = written(tmp_path, at_loading(body, HUNT.solved()), HUNT)
     stdin, ours = os.pipe()  # at whose end a judge ends
     with open(stdin), open(ours, "w"):
         done = subprocess.run([sys.executable, "-c", code, str(file)], cwd=flash.ROOT, stdin=stdin, text=True,
                               capture_output=True)
-    assert done.stdout == "True False\n", done.stderr
+    seeds = (tmp_path / "seeds").read_text().split()
+    assert set(seeds) == {"7", "none"} and seeds == sorted(seeds), done.stderr
 
 
 @pytest.mark.parametrize("answer", [
