@@ -191,7 +191,7 @@ def test_answers_of_the_stages_process(change, tmp_path):
     from tutorials.exercises.remote import decoded, encoded
 
     stage = grade.stage_of(ONE, written(tmp_path, change.apply(ONE.solved())))
-    outputs, report, error = grade.Runner().observed(ONE, stage, grade.CASES[0])
+    outputs, report, error = grade.Runner().inspected(ONE, stage, grade.CASES[0])
     again, same, none = decoded(json.loads(json.dumps(encoded((outputs, report, error)))))
     assert error == none == "" and outputs.keys() == again.keys()
     for name, x in outputs.items():
@@ -209,11 +209,11 @@ def test_each_call_has_the_judges_settings(tmp_path):
         from tutorials.exercises import find, grade
         from tutorials.exercises.remote import Remote
         exercise, file = find({HUNT.number}), Path(sys.argv[1])
-        stage, remote = grade.stage_of(exercise, file), Remote(exercise, file)
+        stage, remote = grade.stage_of(exercise, file), Remote(exercise)
         os.environ["FLASH_SIM_SEED"] = "7"
-        remote.called(exercise, stage, grade.CASES[0])
+        remote.call(exercise, stage, grade.CASES[0])
         del os.environ["FLASH_SIM_SEED"]
-        remote.observed(exercise, stage, grade.CASES[0])
+        remote.inspected(exercise, stage, grade.CASES[0])
         os._exit(0)"""
     body = f"""const char* seed = getenv("FLASH_SIM_SEED");
       std::ofstream({quoted(tmp_path / "seeds")}, std::ios::app) << (seed ? seed : "none") << " ";"""
@@ -397,7 +397,7 @@ def test_a_kernel_that_the_simulator_stops(tmp_path, monkeypatch):
     finding.findings = []
 
     class Stopped(grade.Runner):
-        def observed(self, exercise, stage, case):
+        def inspected(self, exercise, stage, case):
             return {}, finding, said
 
     monkeypatch.setattr(grade, "runner", Stopped())

@@ -178,21 +178,25 @@ def call(exercise: Exercise, stage: flash.Stage, case: Case) -> dict[str, torch.
     return dict(zip(("dQ", "dK", "dV"), found, strict=True))
 
 
-class Runner:
-    """Runs a stage's code: in this process. process.py has another runner."""
+def inspected(exercise: Exercise, stage: flash.Stage, case: Case) -> tuple[dict, flash.Report, str]:
+    """(outputs, report, error) of a call under the checker."""
+    error, outputs = "", {}
+    with flash.inspect() as report:
+        try:
+            outputs = call(exercise, stage, case)
+        except RuntimeError as e:
+            error = str(e)
+    return outputs, report, error
 
-    def called(self, exercise: Exercise, stage: flash.Stage, case: Case) -> dict[str, torch.Tensor]:
+
+class Runner:
+    """Runs a stage's code: in this process. remote.py has another runner."""
+
+    def call(self, exercise: Exercise, stage: flash.Stage, case: Case) -> dict[str, torch.Tensor]:
         return call(exercise, stage, case)
 
-    def observed(self, exercise: Exercise, stage: flash.Stage, case: Case) -> tuple[dict, flash.Report, str]:
-        """(outputs, report, error) of a call under the checker."""
-        error, outputs = "", {}
-        with flash.inspect() as report:
-            try:
-                outputs = call(exercise, stage, case)
-            except RuntimeError as e:
-                error = str(e)
-        return outputs, report, error
+    def inspected(self, exercise: Exercise, stage: flash.Stage, case: Case) -> tuple[dict, flash.Report, str]:
+        return inspected(exercise, stage, case)
 
 
 runner = Runner()
@@ -204,7 +208,7 @@ def reason_of(error: str) -> str:
 
 def watched(exercise: Exercise, stage: flash.Stage, case: Case) -> tuple[dict, flash.Report]:
     """(outputs, report) of a call under the checker. Raises Refused for what it finds, and for errors."""
-    outputs, report, error = runner.observed(exercise, stage, case)
+    outputs, report, error = runner.inspected(exercise, stage, case)
     if error.startswith("building") and "failed:" in error:
         raise Refused("does not compile", error.split("failed:", 1)[1].strip())
     where = f"\n\nIn the call {case}."
@@ -300,7 +304,7 @@ def check_determinism(exercise: Exercise, stage: flash.Stage) -> None:
     try:
         for seed in ("0", "1", "2"):
             os.environ["FLASH_SIM_SEED"] = seed
-            outputs = runner.called(exercise, stage, ORDER)
+            outputs = runner.call(exercise, stage, ORDER)
             for name, x in outputs.items():
                 if name in first and not torch.equal(first[name], x):
                     raise Refused("not deterministic", (

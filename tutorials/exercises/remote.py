@@ -106,14 +106,14 @@ def settings_now() -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if name.startswith("FLASH_SIM_")}
 
 
-def serve(stream: socket.socket, exercise: Exercise, file: Path) -> None:
+def serve(stream: socket.socket, exercise: Exercise) -> None:
     """Make the calls that are asked for, until there are no more."""
     torch.set_num_threads(1)  # the tensors are small
     here = Runner()
     with stream.makefile("rb") as requests:
         while True:
             try:
-                mark, what, case, settings = pickle.load(requests)  # the judge's
+                mark, what, stage, case, settings = pickle.load(requests)  # the judge's
             except EOFError:
                 return
             for name in settings_now():
@@ -121,7 +121,7 @@ def serve(stream: socket.socket, exercise: Exercise, file: Path) -> None:
             os.environ.update(settings)
             problem, answer = "", None
             try:
-                answer = getattr(here, what)(exercise, grade.stage_of(exercise, file), case)
+                answer = getattr(here, what)(exercise, stage, case)
             except (RuntimeError, ValueError) as error:
                 problem, answer = type(error).__name__, str(error)
             data = json.dumps(encoded([problem, answer])).encode()
@@ -138,7 +138,7 @@ def limit_memory() -> None:
 class Remote(Runner):
     """Has a learner's stage run in a process of its own; the reference, for its score, runs here."""
 
-    def __init__(self, exercise: Exercise, file: Path, private: tuple[int, ...] = ()):
+    def __init__(self, exercise: Exercise, private: tuple[int, ...] = ()):
         """private: files of this process that the other one does not get, beside stdin."""
         self.exit_code: int | None = None
         self.stream, other = socket.socketpair()
@@ -151,20 +151,20 @@ class Remote(Runner):
                 for fd in private:
                     os.close(fd)
                 limit_memory()
-                serve(other, exercise, file)
+                serve(other, exercise)
             except BaseException:
                 traceback.print_exc()
             finally:
                 os._exit(1)  # what else is to be done at a process's end is the judge's
         other.close()
 
-    def called(self, exercise: Exercise, stage: flash.Stage, case: Case) -> dict[str, torch.Tensor]:
-        return self._checked(exercise, stage, case, self._ask("called", case))
+    def call(self, exercise: Exercise, stage: flash.Stage, case: Case) -> dict[str, torch.Tensor]:
+        return self._checked(exercise, stage, case, self._ask("call", stage, case))
 
-    def observed(self, exercise: Exercise, stage: flash.Stage, case: Case) -> tuple[dict, flash.Report, str]:
+    def inspected(self, exercise: Exercise, stage: flash.Stage, case: Case) -> tuple[dict, flash.Report, str]:
         if stage.path == exercise.path:
-            return super().observed(exercise, stage, case)
-        outputs, report, error = self._ask("observed", case)
+            return super().inspected(exercise, stage, case)
+        outputs, report, error = self._ask("inspected", stage, case)
         if not (error or report.findings):
             self._checked(exercise, stage, case, outputs)
         return outputs, report, error
@@ -172,20 +172,20 @@ class Remote(Runner):
     def _checked(self, exercise: Exercise, stage: flash.Stage, case: Case, outputs: dict) -> dict:
         """The outputs, if they are of the shapes and types that a stage has."""
         queries, keys = (case.B, case.H, case.N_q, case.d), (case.B, case.H_kv, case.N_k, case.d)
-        dtype = stage.dtypes[0]
-        expected = {"dQ": (queries, dtype), "dK": (keys, dtype), "dV": (keys, dtype)}
-        if exercise.direction == "fwd":
-            expected = {"O": (queries, dtype), "L": (queries[:3], torch.float32)}
-        if {name: (tuple(x.shape), x.dtype) for name, x in outputs.items()} != expected:
+        backward = exercise.direction == "bwd"
+        shapes = {"dQ": queries, "dK": keys, "dV": keys} if backward else {"O": queries, "L": queries[:3]}
+        types = {name: (torch.float32,) if name == "L" else stage.dtypes for name in shapes}
+        if ({name: tuple(x.shape) for name, x in outputs.items()} != shapes or
+                any(x.dtype not in types[name] for name, x in outputs.items())):
             raise Refused("error", FORGED)
         return outputs
 
-    def _ask(self, what: str, case: Case) -> Any:
+    def _ask(self, what: str, stage: flash.Stage, case: Case) -> Any:
         """What the stage's process answers. Raises the RuntimeError or ValueError that it answers with, and
         Refused if it ends or answers nonsense."""
         mark = secrets.token_bytes(16)
         try:
-            self.stream.sendall(pickle.dumps((mark, what, case, settings_now())))
+            self.stream.sendall(pickle.dumps((mark, what, stage, case, settings_now())))
             head = self._receive(len(mark) + 8)
             size = struct.unpack("<Q", head[len(mark):])[0]
             if not hmac.compare_digest(head[:len(mark)], mark) or size > MOST_BYTES:
@@ -249,7 +249,7 @@ def main(argv: list[str]) -> int:
     """The judge: python -m tutorials.exercises.remote NUMBER FILE VERDICT_PIPE, and a number from stdin."""
     exercise, file, pipe = find(int(argv[0])), Path(argv[1]), int(argv[2])
     os.set_inheritable(pipe, False)
-    grade.runner = Remote(exercise, file, private=(pipe,))
+    grade.runner = Remote(exercise, private=(pipe,))
     prctl(DUMPABLE, 0)  # other processes of this user cannot read its memory, nor open its pipes
     nonce = os.read(0, 64).decode()
     try:
