@@ -1,12 +1,8 @@
 """The exercises: the reference passes; the blank is refused, and wrong answers are, for the right reason."""
 
-import csv
 import dataclasses
-import json
 import os
 import re
-import subprocess
-import sys
 
 import pytest
 
@@ -15,12 +11,10 @@ from tutorials.exercises import (
     EXERCISES,
     Change,
     Exercise,
-    check_file,
     find,
     problem_of,
 )
-from tutorials.exercises import __main__ as cli
-from tutorials.exercises.exercise import COMMON, code_lines, inlined, sections, with_sections
+from tutorials.exercises.exercise import COMMON, code_lines, inlined, sections
 from tutorials.exercises.grade import Refused, check_determinism, judge
 
 ONE = find(5)  # for what is the same in all of them
@@ -198,98 +192,3 @@ def test_other_bits_in_another_order():
         check_determinism(exercise, flash.read_stage(exercise.path))
     assert refused.value.args[0] == "not deterministic"
     assert refused.value.args[1].startswith("dQ has other bits")
-
-
-def test_a_loop_without_an_end(tmp_path):
-    file = tmp_path / ONE.file_name
-    file.write_text(Change("m[r] = m_new;", "m[r] = m_new; for (;;) __syncwarp();").apply(ONE.solved()))
-    verdict = check_file(ONE, file, time_limit=9)
-    assert verdict.reason == "time limit" and "9 s" in verdict.message
-
-
-def test_code_that_ends_the_process(tmp_path):
-    file = tmp_path / ONE.file_name
-    file.write_text(Change("m[r] = m_new;", "m[r] = m_new; __builtin_trap();").apply(ONE.solved()))
-    verdict = check_file(ONE, file)
-    assert not verdict.passed and verdict.reason in ("error", "deadlock")
-    assert verdict.message
-
-
-# ------------------------------------------------------------------------------------ the command line
-def run(*arguments):
-    return cli.main([str(a) for a in arguments])
-
-
-def test_list(capsys, tmp_path):
-    assert run("list", "--folder", tmp_path) == 0
-    out = capsys.readouterr().out
-    assert all(f" {e.number} " in out for e in EXERCISES) and "bug hunt" in out
-    run("new", ONE.number, "--folder", tmp_path)
-    run("list", "4", "--folder", tmp_path)
-    out = capsys.readouterr().out
-    assert "begun" in out and EXERCISES[0].title not in out
-
-
-def test_new_never_overwrites(capsys, tmp_path):
-    assert run("new", ONE.number, "--folder", tmp_path / "mine") == 0
-    file = tmp_path / "mine" / ONE.file_name
-    assert "your code" in file.read_text() and f"check {ONE.number}" in capsys.readouterr().out
-    file.write_text("my work")
-    with pytest.raises(SystemExit):
-        run("new", ONE.number, "--folder", tmp_path / "mine")
-    assert file.read_text() == "my work"
-    assert "is left as it is" in " ".join(capsys.readouterr().err.split())
-
-
-def test_check_as_a_learner_does(tmp_path):
-    """From new to passed, by the commands, with JSON."""
-    command = [sys.executable, "-m", "tutorials.exercises"]
-    options = {"cwd": flash.ROOT, "capture_output": True, "text": True}
-    folder = ["--folder", str(tmp_path)]
-    subprocess.run([*command, "new", str(ONE.number), *folder], check=True, **options)
-    before = subprocess.run([*command, "check", str(ONE.number), *folder], **options)
-    assert before.returncode == 1 and "Nothing is written yet" in " ".join(before.stdout.split())
-    file = tmp_path / ONE.file_name
-    file.write_text(with_sections(file.read_text(), ONE.answers()))
-    after = subprocess.run([*command, "check", str(ONE.number), *folder, "--json"], **options)
-    verdict = json.loads(after.stdout)
-    assert after.returncode == 0 and verdict["passed"] and verdict["exercise"] == ONE.number
-    assert verdict["score"]["hbm"][0] == verdict["score"]["hbm"][1] > 0
-
-
-def test_a_whole_class(capsys, tmp_path):
-    """One row a file, also of those that fail; a student without files has none."""
-    for student, text in (("ada", ONE.solved()), ("bob", ONE.learners_file()), ("eve", None)):
-        (tmp_path / student).mkdir()
-        if text:
-            (tmp_path / student / ONE.file_name).write_text(text)
-    (tmp_path / "ada" / "notes.txt").write_text("nothing to check")
-    assert run("check", "--all", tmp_path) == 0
-    rows = list(csv.DictReader(open(tmp_path / "results.csv", newline="")))
-    assert [(row["student"], row["exercise"], row["passed"], row["reason"]) for row in rows] == [
-        ("ada", str(ONE.number), "1", ""), ("bob", str(ONE.number), "0", "not started")]
-    assert rows[0]["hbm"] == rows[0]["hbm of the reference"] != ""
-    assert "2 files, 1 passed" in " ".join(capsys.readouterr().out.split())
-
-
-def test_solution(capsys):
-    assert run("solution", ONE.number) == 0
-    assert "O_reg[r][c] *= alpha" in capsys.readouterr().out
-    hunt = next(e for e in EXERCISES if e.is_hunt)
-    run("solution", hunt.number)
-    out = " ".join(re.sub("[│╭╰─]", " ", capsys.readouterr().out).split())
-    assert " ".join(hunt.answer.split())[:40] in out
-
-
-@pytest.mark.parametrize("arguments, message", [
-    (("new", 99), "there is no exercise 99"),
-    (("list", "77"), "lesson 77 has no exercises"),
-    (("check",), "which exercise"),
-    (("check", 5, "--file", "nothing.cuh"), "is no file"),
-    (("check", "--all", "nowhere"), "is no folder"),
-    (("check", 5, "--all", "nowhere"), "a number, or --all"),
-])
-def test_refuses(arguments, message, capsys):
-    with pytest.raises(SystemExit):
-        run(*arguments)
-    assert message in " ".join(capsys.readouterr().err.split())

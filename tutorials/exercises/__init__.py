@@ -2,7 +2,8 @@
 
 from .catalog import EXERCISES
 from .exercise import Change, Exercise, Mutant, problem_of
-from .grade import Verdict, check_file
+from .grade import Verdict
+from .process import check_file
 
 __all__ = ["EXERCISES", "Change", "Exercise", "Mutant", "Verdict", "check_file", "find", "problem_of"]
 

@@ -5,11 +5,14 @@ from __future__ import annotations
 import argparse
 import csv
 import json
+import os
+import re
 import sys
 from dataclasses import asdict
 from pathlib import Path
 
 from rich.console import Console
+from rich.markup import escape
 from rich.panel import Panel
 from rich.progress import Progress
 from rich.syntax import Syntax
@@ -19,7 +22,9 @@ from rich.text import Text
 import flash
 
 from . import EXERCISES, Exercise, Verdict, check_file, find
-from .grade import SCORES, TIME_LIMIT_S, shown
+from .exercise import COMMAND, YOUR_CODE
+from .grade import SCORES, shown
+from .process import TIME_LIMIT_S
 
 MINE = flash.ROOT / "mine"
 COLUMNS = ("student", "exercise", "name", "passed", "reason", "seconds", *SCORES,
@@ -76,11 +81,17 @@ def new_file(console: Console, exercise: Exercise, folder: Path) -> int:
     except FileExistsError:
         raise ValueError(f"{_shown(file)} is there already, and is left as it is; for a second one: "
                          f"new {exercise.number} --folder ANOTHER") from None
-    at = next((n for n, line in enumerate(file.read_text().split("\n"), 1) if "// your code" in line), None)
-    where = f", from line {at} on" if at else ""
-    console.print(f"[bold]{_shown(file)}[/bold]: {exercise.title}. What to do is at its top{where}.\n"
-                  f"Then: python -m tutorials.exercises check {exercise.number}")
+    lines = [str(line) for line in blanks(file.read_text())]
+    where = f" Write your code at line{'s' * (len(lines) > 1)} {' and '.join(lines)}." if lines else ""
+    task = f": {exercise.title}. The task is at its top.{where}"
+    console.print(Text.assemble((_shown(file), "bold"), task))
+    console.print(f"Then: {COMMAND} check {exercise.number}")
     return 0
+
+
+def blanks(text: str) -> list[int]:
+    """The lines of a learner's file that say "your code"."""
+    return [n for n, line in enumerate(text.split("\n"), 1) if line.strip().startswith(YOUR_CODE)]
 
 
 def solution(console: Console, exercise: Exercise) -> int:
@@ -105,14 +116,15 @@ def show(console: Console, exercise: Exercise, verdict: Verdict) -> None:
         for case in verdict.cases:
             text.append(f"  {case}\n", style="dim")
     else:
-        text.append(f"{verdict.message}\n")
+        text.append(f"{plain(verdict.message)}\n")
         if verdict.cases:
             text.append(f"\nRight before that, in {len(verdict.cases)} calls.\n", style="dim")
     for name, (theirs, ours) in verdict.score.items():
         text.append(f"\nYour {SCORES[name]}: {shown(name, theirs)}; the reference's: {shown(name, ours)}")
     word = "passed" if verdict.passed else verdict.reason
-    console.print(Panel(text, title=f"{exercise.number}. {exercise.title}: {word}", border_style=colour,
-                        title_align="left", subtitle=f"{verdict.seconds:.0f} s", subtitle_align="right"))
+    console.print(Panel(text, title=Text(f"{exercise.number}. {exercise.title}: {plain(word)}"),
+                        border_style=colour, title_align="left", subtitle=f"{verdict.seconds:.0f} s",
+                        subtitle_align="right"))
 
 
 def check_one(console: Console, exercise: Exercise, file: Path, as_json: bool, time_limit: float) -> int:
@@ -120,59 +132,117 @@ def check_one(console: Console, exercise: Exercise, file: Path, as_json: bool, t
         verdict = check_file(exercise, file, time_limit)
         print(json.dumps(asdict(verdict), indent=2))
     else:
-        with console.status(f"Checking {_shown(file)}: compiling, then running in the simulator ..."):
+        with console.status(Text(f"Checking {_shown(file)}: compiling, then running in the simulator ...")):
             verdict = check_file(exercise, file, time_limit)
         show(console, exercise, verdict)
     return 0 if verdict.passed else 1
+
+
+def answers_in(folder: Path) -> list[Path]:
+    """All FOLDER/STUDENT/NN_*.cuh, whatever they are; and each student's folder that cannot be read."""
+    numbers = {e.number for e in EXERCISES}
+    found = []
+    for student in sorted(folder.iterdir()):
+        try:
+            names = sorted(os.listdir(student))
+        except NotADirectoryError:
+            continue
+        except OSError:  # a link to nothing is no student
+            found += [student] if student.is_dir() else []
+            continue
+        found += [student / name for name in names
+                  if re.fullmatch(r"\d\d_.*\.cuh", name, re.S) and int(name[:2]) in numbers]
+    return found
+
+
+def check_answer(exercise: Exercise, file: Path, time_limit: float) -> Verdict:
+    """As check_file(), with a verdict for a file that cannot be read, or if something else goes wrong."""
+    verdict = Verdict(exercise.number, str(file))
+    try:
+        return check_file(exercise, file, time_limit)
+    except ValueError as error:
+        verdict.reason, verdict.message = "unreadable", str(error)
+    except Exception as error:
+        verdict.reason, verdict.message = "error", f"The checker failed: {type(error).__name__}: {error}"
+    return verdict
+
+
+def row_of(folder: Path, file: Path, time_limit: float) -> dict:
+    """An answer's row in the CSV file."""
+    if file.parent == folder:
+        return {"student": file.name, "exercise": "", "name": "", "passed": 0, "reason": "unreadable",
+                "seconds": 0, "message": "the student's folder cannot be read"}
+    exercise = find(int(file.name[:2]))
+    verdict = check_answer(exercise, file, time_limit)
+    row = {"student": file.parent.name, "exercise": exercise.number, "name": exercise.name,
+           "passed": int(verdict.passed), "reason": verdict.reason, "seconds": verdict.seconds,
+           "message": verdict.message.split("\n")[0]}
+    for name, (theirs, ours) in verdict.score.items():
+        row |= {name: theirs, f"{name} of the reference": ours}
+    return row
 
 
 def check_class(console: Console, folder: Path, out: Path | None, as_json: bool, time_limit: float) -> int:
     """Every FOLDER/STUDENT/NN_*.cuh. The CSV grows file by file: nothing is lost if it is interrupted."""
     if not folder.is_dir():
         raise ValueError(f"{folder} is no folder")
-    numbers = {e.number for e in EXERCISES}
-    files = [file for file in sorted(folder.glob("*/[0-9][0-9]_*.cuh")) if int(file.name[:2]) in numbers]
+    files = answers_in(folder)
     if not files:
         raise ValueError(f"no files FOLDER/STUDENT/03_name.cuh in {folder}")
     out = out or folder / "results.csv"
     rows = []
-    with open(out, "w", newline="") as stream, Progress(console=console, disable=as_json) as progress:
+    with (open(out, "w", newline="", encoding="utf-8") as stream,
+          Progress(console=console, disable=as_json) as progress):
         writer = csv.DictWriter(stream, COLUMNS)
         writer.writeheader()
         task = progress.add_task("Checking", total=len(files))
         for file in files:
-            progress.update(task, description=f"{file.parent.name}/{file.name}")
-            exercise = find(int(file.name[:2]))
-            verdict = check_file(exercise, file, time_limit)
-            row = {"student": file.parent.name, "exercise": exercise.number, "name": exercise.name,
-                   "passed": int(verdict.passed), "reason": verdict.reason, "seconds": verdict.seconds,
-                   "message": verdict.message.split("\n")[0]}
-            for name, (theirs, ours) in verdict.score.items():
-                row |= {name: theirs, f"{name} of the reference": ours}
-            rows.append(row)
-            writer.writerow(row)
+            progress.update(task, description=escape(plain(f"{file.parent.name}/{file.name}")))
+            rows.append(row_of(folder, file, time_limit))
+            writer.writerow({name: cell(value) for name, value in rows[-1].items()})
             stream.flush()
             progress.advance(task)
     if as_json:
         print(json.dumps(rows, indent=2))
         return 0
-    table = Table(title=f"{len(rows)} files, {sum(row['passed'] for row in rows)} passed: {out}")
-    students = dict.fromkeys(row["student"] for row in rows)
-    checked = sorted({row["exercise"] for row in rows})
+    console.print(table_of(rows, f"{len(rows)} files, {sum(row['passed'] for row in rows)} passed: {out}"))
+    return 0
+
+
+def table_of(rows: list[dict], title: str) -> Table:
+    """A student a row, an exercise a column."""
+    table = Table(title=Text(plain(title)))
+    checked = sorted({row["exercise"] for row in rows if row["exercise"]})
     table.add_column("student")
     for number in checked:
         table.add_column(str(number), justify="center")
-    for student in students:
-        marks = {row["exercise"]: "[green]ok[/green]" if row["passed"] else f"[red]{row['reason']}[/red]"
-                 for row in rows if row["student"] == student}
-        table.add_row(student, *(marks.get(number, "") for number in checked))
-    console.print(table)
-    return 0
+    marks: dict[str, dict[int, Text]] = {}
+    for row in rows:
+        mark = Text("ok", "green") if row["passed"] else Text(plain(row["reason"]), "red")
+        of_student = marks.setdefault(row["student"], {})
+        for number in [row["exercise"]] if row["exercise"] else checked:
+            of_student[number] = Text("\n").join([of_student[number], mark]) if number in of_student else mark
+    for student, found in marks.items():
+        table.add_row(Text(plain(student)), *(found.get(number, "") for number in checked))
+    return table
 
 
 def _shown(file: Path) -> str:
     file = file.resolve()
-    return str(file.relative_to(Path.cwd())) if file.is_relative_to(Path.cwd()) else str(file)
+    return plain(str(file.relative_to(Path.cwd()) if file.is_relative_to(Path.cwd()) else file))
+
+
+def plain(text: str) -> str:
+    """Without what steers a terminal, and what UTF-8 cannot say: in place of it, its number."""
+    return "".join(x if x == "\n" or x.isprintable() else x.encode("unicode_escape").decode() for x in text)
+
+
+def cell(value: str | int | float) -> str | int | float:
+    """For a CSV file, so that no spreadsheet takes it for a formula."""
+    if not isinstance(value, str):
+        return value
+    text = plain(value)
+    return f"'{text}" if value.startswith(("=", "+", "-", "@", "\t", "\r", "\n")) else text
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -195,8 +265,8 @@ def main(argv: list[str] | None = None) -> int:
         exercise = find(args.number)
         file = args.file or args.folder / exercise.file_name
         return check_one(console, exercise, file, args.json, args.time_limit)
-    except ValueError as error:
-        top.error(str(error))
+    except (ValueError, OSError) as error:
+        top.error(plain(str(error)))
     except KeyboardInterrupt:
         console.print("Interrupted.")
     return 130

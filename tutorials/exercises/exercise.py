@@ -13,7 +13,10 @@ the blank or the bug is in a file of stages/common, that file stands in the lear
 
 from __future__ import annotations
 
+import itertools
+import os
 import re
+import stat
 import textwrap
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -27,7 +30,13 @@ COMMAND = "python -m tutorials.exercises"
 YOUR_CODE = "// your code"
 HINTS = "#pragma region Hint"
 COMMON = flash.STAGES / "common"
+MOST_BYTES = 200_000  # of a file that is handed in: ten times the longest that `new` writes
+QUOTED = 200          # characters of a line of it, in messages
 _FIELD = re.compile(rf"// ({'|'.join(flash.FIELDS)}):")
+_TITLE = re.compile(r"// (Forward|Backward) stage")
+# Comments, numbers (which may have apostrophes) and strings, to be left out of account; braces and directives
+_TOKEN = re.compile(r"""//[^\n]*|/\*.*?(?:\*/|\Z)|\b\d[\w'.]*|"(?:\\.|[^"\\\n])*"?|'(?:\\.|[^'\\\n])*'?|"""
+                    r"[{}]|(?:#|%:)[ \t]*\w*", re.S)
 _INCLUDE = re.compile(r'^#include "(?:common/)?(\w+\.cuh)"$', re.M)
 
 
@@ -199,7 +208,8 @@ def wrapped(text: str) -> list[str]:
 def code_lines(text: str) -> list[str]:
     """The lines that have code, without comments. A comment that a backslash prolongs stays, and so does what
     is no // comment."""
-    lines = (re.sub(r"//.*(?<!\\)$", "", line.rstrip()).strip() for line in text.split("\n"))
+    lines = (line.strip() if line.rstrip().endswith("\\") else line.partition("//")[0].strip()
+             for line in text.split("\n"))
     return [line for line in lines if line and not line.startswith((HINTS, "#pragma endregion"))]
 
 
@@ -253,14 +263,16 @@ def _split(text: str) -> list[tuple[str, list[str], list[str]]]:
         ValueError: for a section without an end, one in another one, or two of the same title.
     """
     parts: list[tuple[str, list[str], list[str]]] = [("", [], [])]
+    known: set[str] = set()
     for number, line in enumerate(text.split("\n"), 1):
         title, _, marks = parts[-1]
         mark = SECTION.match(line)
         if mark and mark[1]:
             if title:
                 raise ValueError(f"line {number}: a section begins in the section {title!r}")
-            if any(mark[1] == known for known, _, _ in parts):
+            if mark[1] in known:
                 raise ValueError(f"line {number}: a second section {mark[1]!r}")
+            known.add(mark[1])
             parts.append((mark[1], [], [line]))
         elif mark:
             if not title:
@@ -284,12 +296,51 @@ def _about(lines: int) -> str:
 
 
 # ------------------------------------------------------------------------------------ what a learner hands in
+def read_answer(file: Path) -> str:
+    """The text of a learner's file, as compilers see it: its bytes that are not UTF-8 replaced.
+
+    Raises:
+        ValueError: if it is no file, cannot be read, or is far too long.
+    """
+    kinds = {stat.S_IFDIR: "a folder", stat.S_IFIFO: "a named pipe", stat.S_IFSOCK: "a socket"}
+    try:
+        fd = os.open(file, os.O_RDONLY | os.O_NONBLOCK)  # else a named pipe waits for a writer
+    except FileNotFoundError:
+        if file.is_symlink():
+            raise ValueError(f"{file} is no file, but a link to nothing") from None
+        raise
+    except OSError as error:
+        if file.is_socket():
+            raise ValueError(f"{file} is no file, but a socket") from None
+        raise ValueError(f"{file} is no file that can be read: {error.strerror}") from None
+    try:
+        kind = stat.S_IFMT(os.fstat(fd).st_mode)
+        if kind != stat.S_IFREG:
+            raise ValueError(f"{file} is no file, but {kinds.get(kind, 'a device')}")
+        with open(fd, "rb", closefd=False) as stream:
+            data = stream.read(MOST_BYTES + 1)
+    finally:
+        os.close(fd)
+    if len(data) > MOST_BYTES:
+        raise ValueError(f"{file} has more than {MOST_BYTES:,} bytes, and is not read")
+    return data.decode("utf-8-sig", errors="replace").replace("\r\n", "\n")
+
+
 def problem_of(exercise: Exercise, text: str) -> tuple[str, str] | None:
     """Why a learner's file need not be run: ("not started" or "changed", in words). None if it can be run."""
     given = exercise.learners_file()
-    if _fields(given) != _fields(text):
-        return "changed", ("The lines at the top of the file (types:, tiles:, limits:, ...) have changed: "
-                           "put them back.")
+    if found := re.search(r"[\0\r]", text):  # to some programs the end of a line, to others not
+        line = 1 + text.count("\n", 0, found.start())
+        name = "carriage return" if found[0] == "\r" else "null byte"
+        return "changed", f"There is a {name} within line {line}: take it out."
+    (title, *expected), theirs = (_registry_lines(t) for t in (given, text))
+    if theirs[:1] and _TITLE.match(theirs[0]):
+        expected = [title, *expected]
+    for line, other in itertools.zip_longest(expected, theirs, fillvalue=""):
+        if line != other:
+            return "changed", (
+                "The lines at the top of the file (types:, tiles:, limits:, ...) have changed, or something "
+                f"parts them: put them back. {_instead(line, other)}")
     if exercise.is_hunt:
         if code_lines(text) == code_lines(given):
             return "not started", ("Nothing is changed yet: the bug is still in. The text at the top of the "
@@ -309,15 +360,43 @@ def problem_of(exercise: Exercise, text: str) -> tuple[str, str] | None:
         return "not started", (f"Nothing is written yet after line {where}, `// --- {empty[0]}`: the text at "
                                "the top of the file says what is to stand there, and the hints at its end "
                                "help.")
+    for title in exercise.sections:
+        if misfit := _misfit(theirs[title]):
+            return "changed", (f"What is written after `// --- {title}` {misfit}: that changes the lines "
+                               "below the blank, which are not yours.")
     blanks = dict.fromkeys(exercise.sections, "")
     expected, found = (code_lines(with_sections(t, blanks)) for t in (given, text))
     for line, other in zip([*expected, ""], [*found, ""], strict=False):
         if line != other:
-            return "changed", (f"Something else than the blanks has changed: where the file had `{line}`, it "
-                               f"now has `{other}`. Put that back: only what is between the comments with "
-                               "--- is yours.")
+            return "changed", (f"Something else than the blanks has changed: {_instead(line, other)} Put "
+                               "that back: only what is between the comments with --- is yours.")
     return None
 
 
-def _fields(text: str) -> list[str]:
-    return [line for line in text.split("\n") if _FIELD.match(line)]
+def _misfit(section: str) -> str:
+    """Why a section would change what follows it, or ""."""
+    text = re.sub(r"\\[ \t]*\n", "", section)
+    if re.search(r'\b(u8|[uUL])?R"', text):
+        return "has a raw string"
+    depth = 0
+    for token in _TOKEN.findall(text):
+        if token.startswith("/*") and not token[2:].endswith("*/"):
+            return "has a comment without an end"
+        if token[0] in "#%" and not token.endswith("pragma"):
+            return f"has a line that begins with `{token}`"
+        depth += (token == "{") - (token == "}")
+        if depth < 0:
+            break
+    return "has a { without its }, or a } without its {" if depth else ""
+
+
+def _instead(line: str, other: str) -> str:
+    return f"where the file had `{line}`, it now has `{other[:QUOTED]}{'...' * (len(other) > QUOTED)}`."
+
+
+def _registry_lines(text: str) -> list[str]:
+    """The lines that the registry reads, as it does (flash_ladder/stage.py): the one that names the stage, if
+    it is the file's first, and the header's fields, each with the lines that go on with it."""
+    header = re.match(r"(?://.*\n)*", text)[0]
+    lines = re.sub(r"\n// {8,}", " ", header).split("\n")
+    return [line for n, line in enumerate(lines) if _FIELD.match(line) or n == 0 and _TITLE.match(line)]

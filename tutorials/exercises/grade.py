@@ -1,20 +1,16 @@
 """The checker of the exercises: runs a learner's stage over shapes that leave nothing to luck, and says what
 is wrong and where.
 
-A stage runs in the simulator with the race and bounds checker on, in a process of its own with a time limit.
-Outputs start as NaN. (It is no sandbox: code that means harm can do some.)
+A stage runs in the simulator with the race and bounds checker on. Outputs start as NaN. process.py has it
+run in a process of its own, with limits.
 """
 
 from __future__ import annotations
 
-import json
 import math
 import os
-import subprocess
-import sys
-import tempfile
 import time
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
@@ -31,10 +27,10 @@ from flash_ladder.reference import (
 from flash_ladder.simulator.records import Access
 from flash_ladder.simulator.tables import format_bytes
 
-from .exercise import COMMAND, Exercise, problem_of
+from .exercise import Exercise, problem_of, read_answer
 from .mistakes import Problem, diagnosis
 
-TIME_LIMIT_S = 300
+TOO_LONG = "ran longer than"  # what the simulator says of a kernel that it has stopped
 SCORES = {"hbm": "bytes asked of HBM", "wavefronts": "wavefronts of shared memory"}
 
 
@@ -45,7 +41,7 @@ class Verdict:
     Attributes:
         reason: "" if it passed; else "not started", "changed", "does not compile", "race", "out of bounds",
             "misaligned", "uninitialised", "barrier", "deadlock", "error", "wrong result", "too much traffic",
-            "bank conflicts", "not deterministic" or "time limit".
+            "bank conflicts", "not deterministic", "time limit" or "unreadable".
         message: in words.
         cases: the calls that were right.
         score: by resource, [the learner's, the reference's].
@@ -101,7 +97,7 @@ SCORE = {False: Case(1, 1, 1, 128, 128, 64, False, None, 7),    # by whether it 
          True: Case(1, 1, 1, 160, 160, 40, True, None, 7)}
 
 
-# ------------------------------------------------------------------------------- in the learner's process
+# ------------------------------------------------------------------------------- the verdict
 class Refused(Exception):
     """The end of a check: (reason, message)."""
 
@@ -111,7 +107,7 @@ def judge(exercise: Exercise, file: Path) -> Verdict:
     verdict = Verdict(exercise.number, str(file))
     start, threads = time.monotonic(), torch.get_num_threads()
     torch.set_num_threads(1)  # the tensors are small
-    if problem := problem_of(exercise, file.read_text(errors="replace")):
+    if problem := problem_of(exercise, read_answer(file)):
         verdict.reason, verdict.message = problem
     else:
         try:
@@ -121,6 +117,8 @@ def judge(exercise: Exercise, file: Path) -> Verdict:
             verdict.reason, verdict.message = refused.args
         except ValueError as error:  # of the lines at the file's top
             verdict.reason, verdict.message = "does not compile", str(error)
+        except RuntimeError as error:
+            verdict.reason, verdict.message = reason_of(str(error)), str(error)
     torch.set_num_threads(threads)
     verdict.seconds = round(time.monotonic() - start, 1)
     return verdict
@@ -128,13 +126,27 @@ def judge(exercise: Exercise, file: Path) -> Verdict:
 
 def run(exercise: Exercise, file: Path, verdict: Verdict) -> None:
     """Run all cases; raises Refused at the first thing that is wrong."""
-    stage = flash.read_stage(file, exercise.direction)
+    stage = stage_of(exercise, file)
     for case in (*CASES, *(replace(CASES[2], N_k=100, d=d) for d in exercise.wide)):
         run_case(exercise, stage, case)
         verdict.cases.append(str(case))
     if exercise.deterministic:
         check_determinism(exercise, stage)
     take_score(exercise, stage, verdict)
+
+
+def stage_of(exercise: Exercise, file: Path) -> flash.Stage:
+    """A learner's file as a stage, with the tiles, limits and types of the exercise's.
+
+    Raises:
+        Refused: if the file has other ones.
+    """
+    theirs, given = (flash.read_stage(path, exercise.direction) for path in (file, exercise.path))
+    stage = replace(given, number=0, name=theirs.name, path=theirs.path)
+    if theirs != stage:
+        raise Refused("changed", ("The lines at the top of the file (types:, tiles:, limits:, ...) have "
+                                  "changed: put them back."))
+    return stage
 
 
 def inputs_of(case: Case, dtype: torch.dtype) -> tuple[torch.Tensor | None, ...]:
@@ -166,14 +178,37 @@ def call(exercise: Exercise, stage: flash.Stage, case: Case) -> dict[str, torch.
     return dict(zip(("dQ", "dK", "dV"), found, strict=True))
 
 
-def watched(exercise: Exercise, stage: flash.Stage, case: Case) -> tuple[dict, flash.Report]:
-    """(outputs, report) of a call under the checker. Raises Refused for what it finds, and for errors."""
+def inspected(exercise: Exercise, stage: flash.Stage, case: Case) -> tuple[dict, flash.Report, str]:
+    """(outputs, report, error) of a call under the checker."""
     error, outputs = "", {}
     with flash.inspect() as report:
         try:
             outputs = call(exercise, stage, case)
         except RuntimeError as e:
             error = str(e)
+    return outputs, report, error
+
+
+class Runner:
+    """Runs a stage's code: in this process. remote.py has another runner."""
+
+    def call(self, exercise: Exercise, stage: flash.Stage, case: Case) -> dict[str, torch.Tensor]:
+        return call(exercise, stage, case)
+
+    def inspected(self, exercise: Exercise, stage: flash.Stage, case: Case) -> tuple[dict, flash.Report, str]:
+        return inspected(exercise, stage, case)
+
+
+runner = Runner()
+
+
+def reason_of(error: str) -> str:
+    return "time limit" if TOO_LONG in error else "error"
+
+
+def watched(exercise: Exercise, stage: flash.Stage, case: Case) -> tuple[dict, flash.Report]:
+    """(outputs, report) of a call under the checker. Raises Refused for what it finds, and for errors."""
+    outputs, report, error = runner.inspected(exercise, stage, case)
     if error.startswith("building") and "failed:" in error:
         raise Refused("does not compile", error.split("failed:", 1)[1].strip())
     where = f"\n\nIn the call {case}."
@@ -183,9 +218,10 @@ def watched(exercise: Exercise, stage: flash.Stage, case: Case) -> tuple[dict, f
         lines += [f"  {place}: {place.text}" for place in dict.fromkeys(first.places) if place.text]
         if len(report.findings) > 1:
             lines.append(f"({len(report.findings) - 1} more findings)")
-        raise Refused(first.what, "\n".join(lines) + where)
+        what = reason_of(first.message) if first.what == "error" else first.what
+        raise Refused(what, "\n".join(lines) + where)
     if error:
-        raise Refused("error", error + where)
+        raise Refused(reason_of(error), error + where)
     return outputs, report
 
 
@@ -268,7 +304,7 @@ def check_determinism(exercise: Exercise, stage: flash.Stage) -> None:
     try:
         for seed in ("0", "1", "2"):
             os.environ["FLASH_SIM_SEED"] = seed
-            outputs = call(exercise, stage, ORDER)
+            outputs = runner.call(exercise, stage, ORDER)
             for name, x in outputs.items():
                 if name in first and not torch.equal(first[name], x):
                     raise Refused("not deterministic", (
@@ -316,51 +352,3 @@ def lost(accesses: list[Access]) -> int:
 
 def shown(name: str, number: int) -> str:
     return format_bytes(number) if name == "hbm" else f"{number:,}"
-
-
-def main(argv: list[str]) -> int:
-    """The learner's process: python -m tutorials.exercises.grade NUMBER FILE RESULT"""
-    from . import find
-
-    Path(argv[2]).write_text(json.dumps(asdict(judge(find(int(argv[0])), Path(argv[1])))))
-    return 0
-
-
-# ------------------------------------------------------------------------------- outside of it
-def check_file(exercise: Exercise, file: Path, time_limit: float = TIME_LIMIT_S) -> Verdict:
-    """The verdict on a learner's file, from a process of its own.
-
-    Args:
-        time_limit: in seconds, after which it is stopped.
-    Raises:
-        ValueError: if there is no such file.
-    """
-    if not file.is_file():
-        raise ValueError(f"{file} is no file: `{COMMAND} new {exercise.number}` writes one")
-    if problem_of(exercise, file.read_text(errors="replace")):
-        return judge(exercise, file)  # which will not run it
-    start = time.monotonic()
-    with tempfile.TemporaryDirectory() as folder:
-        result = Path(folder) / "verdict.json"
-        command = [sys.executable, "-m", "tutorials.exercises.grade", str(exercise.number),
-                   str(file.resolve()), str(result)]
-        environment = {name: value for name, value in os.environ.items() if not name.startswith("FLASH_SIM_")}
-        try:
-            done = subprocess.run(command, cwd=flash.ROOT, env=environment | {"CUDA_VISIBLE_DEVICES": ""},
-                                  capture_output=True, text=True, timeout=time_limit, errors="replace")
-        except subprocess.TimeoutExpired:
-            verdict = Verdict(exercise.number, str(file), reason="time limit", message=(
-                f"Stopped after {time_limit:.0f} s: a loop without an end, perhaps."))
-        else:
-            if result.is_file():
-                verdict = Verdict(**json.loads(result.read_text()))
-            else:
-                verdict = Verdict(exercise.number, str(file), reason="error", message=(
-                    f"The process ended with {done.returncode} and no verdict:\n{done.stderr[-2000:]}"))
-    verdict.file = str(file)
-    verdict.seconds = round(time.monotonic() - start, 1)
-    return verdict
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
