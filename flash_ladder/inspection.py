@@ -22,8 +22,9 @@ _one_inspection = threading.Lock()
 
 
 def current_report() -> Report | None:
-    """That of the inspection under way in this context."""
-    return _inspection.get()
+    """That of the inspection under way in this context. (A copy of a context outlives what is in it.)"""
+    report = _inspection.get()
+    return None if report is None or report.complete else report
 
 
 def can_inspect() -> Available:
@@ -76,8 +77,12 @@ def inspect(**arrays: torch.Tensor) -> Iterator[Report]:
             report.watch(arrays)
             yield report
         finally:
-            _inspection.reset(token)
             report.close()
+            try:
+                _inspection.reset(token)
+            except ValueError:
+                raise RuntimeError("inspect(): left in another thread, or another context, than it was "
+                                   "entered in; an inspection belongs to one") from None
     finally:
         _one_inspection.release()
 

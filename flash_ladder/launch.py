@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +13,16 @@ import torch
 
 from .inspection import current_report
 from .loader import build, debug
+from .simulator import resolve_addresses
 from .sources import ROOT, STAGES, source_files
 from .stage import Stage
 
 ELEMENTS = {torch.float32: "float", torch.float16: "__half", torch.bfloat16: "__nv_bfloat16"}   # in CUDA
+# In the texts of CUDA's errors after which no kernel runs any more (CUDA Runtime API, cudaError_t: "To
+# continue using CUDA, the process must be terminated and relaunched")
+CONTEXT_IS_LOST = ("illegal memory access", "unspecified launch failure", "misaligned address",
+                   "illegal instruction", "invalid program counter", "invalid address space",
+                   "hardware stack error", "device-side assert")
 LOOK_AGAIN = 0.1  # seconds: so long after an edit, at the latest, a stage is compiled anew
 
 
@@ -81,17 +89,47 @@ class Library:
     def __init__(self, stage: Stage, macros: dict[str, str | Path], device: torch.device):
         entry, struct = f"flash_{stage.direction}", PARAMS[stage.direction]
         source = ROOT / f"{entry}.cu"
+        self.stage = stage
         self.files = stage_files(stage)  # before they are read
         name = f"{stage.direction}_{stage.name}"
         library = ctypes.CDLL(str(build(source, device, macros, name, current_report() is not None)))
-        self.run, self.workspace_bytes = library[entry], library[f"{entry}_workspace_bytes"]
-        self.run.restype, self.run.argtypes = ctypes.c_char_p, [ctypes.c_void_p, ctypes.c_void_p]
+        run, workspace_bytes = library[entry], library[f"{entry}_workspace_bytes"]
+        run.restype, run.argtypes = ctypes.c_char_p, [ctypes.c_void_p, ctypes.c_void_p]
         params_bytes = library[f"{entry}_params_bytes"]
-        self.workspace_bytes.restype = params_bytes.restype = ctypes.c_size_t
-        self.workspace_bytes.argtypes = [ctypes.c_void_p]
+        workspace_bytes.restype = params_bytes.restype = ctypes.c_size_t
+        workspace_bytes.argtypes = [ctypes.c_void_p]
         if params_bytes() != ctypes.sizeof(struct):
             raise RuntimeError(f"{struct.__name__} in {source.name} and its twin in launch.py differ: "
                                "make them the same")
+        self.run: Callable[[Any, int | None], bytes | None] = run
+        self.workspace_bytes: Callable[[Any], int] = workspace_bytes
+        if device.type == "cpu":
+            self._contain(library, run, workspace_bytes)
+
+    def failure(self, error: bytes) -> RuntimeError:
+        """What run() returned, to be raised."""
+        text = resolve_addresses(error.decode(errors="replace"))
+        if any(words in text for words in CONTEXT_IS_LOST):
+            text += (". The CUDA context is lost: nothing more runs on the GPU in this process; start Python "
+                     "again. It may have been a kernel of an earlier call: CUDA_LAUNCH_BLOCKING=1 shows "
+                     "which, compute-sanitizer the line")
+        return RuntimeError(f"{self.stage}: {text}")
+
+    def _contain(self, library: ctypes.CDLL, *host_code: Any) -> None:
+        """Let the simulator call the host code, so that its faults become errors, too."""
+        run, size_of = (ctypes.cast(f, ctypes.c_void_p) for f in host_code)
+        guarded_run, guarded_size = library["sim_guarded_run"], library["sim_guarded_size"]
+        guarded_run.restype = guarded_size.restype = ctypes.c_char_p
+        guarded_run.argtypes = guarded_size.argtypes = [ctypes.c_void_p] * 3
+
+        def workspace_bytes(params: Any) -> int:
+            size = ctypes.c_size_t()
+            if error := guarded_size(size_of, params, ctypes.byref(size)):
+                raise self.failure(error)
+            return size.value
+
+        self.run = functools.partial(guarded_run, run)
+        self.workspace_bytes = workspace_bytes
 
 
 _libraries: dict[tuple, Library] = {}  # by stage's file, macros, target, debug, checker

@@ -13,7 +13,6 @@ import warnings
 
 import torch
 
-from . import simulator
 from .checks import aligned, as_scale
 from .devices import shared_memory_per_block
 from .inspection import current_report
@@ -125,7 +124,7 @@ class Plan:
             with torch.cuda.device(device):
                 error = self.library.run(words, torch.cuda.current_stream(device).cuda_stream)
         if error is not None:
-            raise RuntimeError(f"{self.stage}: {simulator.resolve_addresses(error.decode())}")
+            raise self.library.failure(error)
 
     def inspect(self, report, *tensors: torch.Tensor | None) -> None:
         """launch(), under flash.inspect(): the kernel works on copies between red zones."""
@@ -145,7 +144,7 @@ class Plan:
             params.workspace = at[self.stage.workspace].data_ptr()
             error = self.library.run(ctypes.byref(params), None)
         if error is not None:
-            raise RuntimeError(f"{self.stage}: {simulator.resolve_addresses(error.decode())}")
+            raise self.library.failure(error)
         q, k = named["Q"], named["K"]
         diagonal = params.diagonal if self._macros["CAUSAL"] == "1" else None
         report.flops += (FLOPS_PER_COLUMN[direction] * q.shape[0] * q.shape[1] * q.shape[3]

@@ -42,12 +42,13 @@ __all__ = ["GRID", "cases_for", "is_end", "max_error", "poisoned", "random_gradi
 
 # Of these files any worker may run any test; of the others one worker runs a whole file. (The former come
 # last, when no whole file is left.)
-IN_PIECES = ("test_exercises.py", "test_grading.py", "test_mutants.py", "test_notebooks.py", "test_nvcc.py")
+IN_PIECES = ("test_containment.py", "test_exercises.py", "test_grading.py", "test_mutants.py",
+             "test_notebooks.py", "test_nvcc.py")
 
 
 # `make quick` leaves out these files, and of the tests of all stages those of stages but these
-SLOW = ("test_checker.py", "test_corpus.py", "test_exercises.py", "test_grading.py", "test_install.py",
-        "test_mutants.py", "test_notebooks.py", "test_nvcc.py")
+SLOW = ("test_checker.py", "test_containment.py", "test_corpus.py", "test_exercises.py", "test_grading.py",
+        "test_install.py", "test_mutants.py", "test_notebooks.py", "test_nvcc.py")
 OF_ALL_STAGES = ("test_forward.py", "test_backward.py")
 QUICK_STAGES = {"flash2", "recompute", "ampere_tuned"}
 

@@ -88,10 +88,11 @@ def compile_flags(debug: bool, checked: bool = False) -> list[str]:
 
 
 def link_flags(checked: bool) -> list[str]:
-    """In a checked build the checker sees calls of memcpy and its like, too."""
-    if not checked or platform.system() != "Linux":
+    """exit() must not end Python; in a checked build the checker sees calls of memcpy and its like, too."""
+    if platform.system() != "Linux":
         return []
-    return [f"-Wl,--wrap={name}" for name in ("memcpy", "memmove", "memset")]
+    names = ["exit", "_exit", "_Exit", "quick_exit", *["memcpy", "memmove", "memset"] * checked]
+    return [f"-Wl,--wrap={name}" for name in names]
 
 
 def signature() -> str:

@@ -84,7 +84,7 @@ def overlap(x: torch.Tensor, y: torch.Tensor) -> bool:
         return False
     if x.untyped_storage().data_ptr() != y.untyped_storage().data_ptr():
         return True  # of NumPy's, say
-    used = torch.zeros(x.untyped_storage().nbytes(), dtype=torch.bool)
+    used = torch.zeros(x.untyped_storage().nbytes(), dtype=torch.bool, device="cpu")
 
     def bytes_of(t: torch.Tensor) -> torch.Tensor:
         size = t.element_size()

@@ -118,7 +118,7 @@ class Report:
         if len(region) > 1 << 32:
             raise ValueError(f"inspect(): {name} takes more than 4 GiB with its red zones")
         element = x.element_size()
-        valid = torch.zeros(len(region) // element + 1, dtype=torch.uint8)
+        valid = torch.zeros(len(region) // element + 1, dtype=torch.uint8, device="cpu")
         once(valid.as_strided(x.shape, strides, start // element)).fill_(1)
         number = self._checker.sim_check_array(name.encode(), ctypes.c_void_p(region.data_ptr()),
                                                ctypes.c_size_t(len(region)), element,
@@ -144,7 +144,7 @@ class Report:
             start = int(x.storage_offset()) * x.element_size()
             first = start // ALIGNMENT * ALIGNMENT
             size = extent(x.shape, x.stride()) * x.element_size()
-            memory = torch.empty(0, dtype=torch.uint8).set_(x.untyped_storage())
+            memory = torch.empty(0, dtype=torch.uint8, device="cpu").set_(x.untyped_storage())
             self._register(name, memory[first:start + size], start - first, x, True, x.stride())
 
     @contextlib.contextmanager
@@ -161,7 +161,7 @@ class Report:
             guard = -(-guard // ALIGNMENT) * ALIGNMENT
             start = guard + int(x.storage_offset()) * size % ALIGNMENT
             bytes_ = start + extent(x.shape, strides) * size + guard
-            memory = torch.full([bytes_ + ALIGNMENT], 0xFF, dtype=torch.uint8)  # NaN
+            memory = torch.full([bytes_ + ALIGNMENT], 0xFF, dtype=torch.uint8, device="cpu")  # NaN
             region = memory[-memory.data_ptr() % ALIGNMENT:][:bytes_]
             copy = region[start:bytes_ - guard].view(x.dtype).as_strided(x.shape, strides)
             if name in inputs:

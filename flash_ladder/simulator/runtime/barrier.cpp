@@ -7,7 +7,7 @@ namespace sim {
 
 static int barrier(int predicate, const char* name, Site site) {
   Worker& w = *worker;
-  if (interrupted()) fail("interrupted", site);   // a block of one thread never waits
+  if (interrupted()) fail(why_interrupted(), site);   // a block of one thread never waits
   Barrier& b = w.barrier;
   b.sum += predicate != 0;
   b.waiting.push_back(w.current);

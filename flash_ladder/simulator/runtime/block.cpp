@@ -1,8 +1,10 @@
 // The scheduler: runs the fibers of one block until all have returned, or reports that none can go on.
 #include "checker.h"
+#include "guard.h"
 
 #include <exception>
 #include <map>
+#include <new>
 #include <utility>
 
 __thread uint3 threadIdx, blockIdx;
@@ -36,7 +38,7 @@ static void resume(Worker& w, Fiber* fiber, void** save_stack_pointer) {
 // Give the core to the next fiber that can run, or to the scheduler when there is none.
 static void give_way() {
   Worker& w = *worker;
-  if (interrupted()) fail("interrupted");
+  if (interrupted()) fail(why_interrupted());
   Fiber* self = w.current;
   if (w.copies_land == CopiesLand::RANDOM) land_some_copies(w, *self);
   Fiber* next = take_ready(w);
@@ -64,7 +66,7 @@ void wake(Fiber* fiber, bool next) {
 }
 
 extern "C" void sim_check_interrupt() {
-  if (worker && worker->current && interrupted()) fail("interrupted");
+  if (worker && worker->current && interrupted()) fail(why_interrupted());
 }
 
 extern "C" void sim_yield() {
@@ -137,6 +139,9 @@ extern "C" void sim_fiber_main() {   // the first function on every fiber's stac
   Worker& w = *worker;
   try {
     w.launch->run_thread(w.launch->arguments);
+  } catch (const std::bad_alloc&) {
+    make_room();
+    fail("out of memory: an allocation without an end?");
   } catch (const std::exception& e) {
     fail(std::string("C++ exception: ") + e.what());
   } catch (...) {

@@ -354,7 +354,7 @@ bool is_watched(const void* address) {
 
 void observe(const void* address, size_t bytes, Kind kind, const void* pc, bool aligned) {
   if (!is_watched(address)) return;
-  if (interrupted()) fail("interrupted");
+  if (interrupted()) fail(why_interrupted());
   Worker* w = worker;
   const Fiber& f = *w->current;
   const char* p = static_cast<const char*>(address);

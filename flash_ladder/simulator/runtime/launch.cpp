@@ -2,15 +2,12 @@
 // when it returns. An error ends the launch and stays pending, as in CUDA, until cudaGetLastError reads it;
 // later launches do nothing.
 #include "checker.h"
+#include "guard.h"
 
 #include <algorithm>
 #include <atomic>
-#include <cmath>
-#include <csignal>
 #include <cstdio>
 #include <cstdlib>
-#include <dlfcn.h>
-#include <execinfo.h>
 #include <mutex>
 #include <new>
 #include <sys/mman.h>
@@ -27,154 +24,12 @@ static thread_local bool reported;                             // that error is 
 static std::mutex mutex;                                       // guards what follows
 static std::unordered_map<const void*, int> opted_in_shared;   // cudaFuncSetAttribute, by kernel
 static std::vector<Worker*> idle_workers;                      // kept for their stacks
-static int running_launches = 0;
-static std::atomic<pthread_t> running_threads[256];            // read by the signal handler; 0: free
-static std::atomic<bool> stop_requested;                       // Ctrl-C
-
-bool interrupted() { return stop_requested.load(std::memory_order_relaxed); }
 
 static void set_error(cudaError_t error, const std::string& text) {
   pending = error;
   report = text;
   reported = true;
 }
-
-// -------------------------------------------------------------------------------- signals
-// A wild pointer in a kernel must not end the reader's Python, and Ctrl-C must end an endless loop in a
-// kernel. While a launch runs, the signals of both come here, and the fiber that they hit is abandoned like
-// one that failed.
-constexpr int SIGNALS[] = {SIGSEGV, SIGBUS, SIGFPE, SIGINT};
-static struct sigaction previous[4];
-
-static const void* program_counter(void* context) {
-  auto* c = static_cast<ucontext_t*>(context);
-#if defined(__APPLE__) && defined(__x86_64__)
-  return reinterpret_cast<void*>(c->uc_mcontext->__ss.__rip);
-#elif defined(__APPLE__)
-  return reinterpret_cast<void*>(c->uc_mcontext->__ss.__pc);
-#elif defined(__x86_64__)
-  return reinterpret_cast<void*>(c->uc_mcontext.gregs[REG_RIP]);
-#else
-  return reinterpret_cast<void*>(c->uc_mcontext.pc);
-#endif
-}
-
-// "@library+offset@": Python turns it into file and line
-std::string source_line(const void* pc) {
-  Dl_info info;
-  if (!dladdr(pc, &info) || !info.dli_fname) return "";
-  char text[32];
-  snprintf(text, sizeof text, "+0x%zx@",
-           size_t(static_cast<const char*>(pc) - static_cast<char*>(info.dli_fbase)));
-  return std::string(" at @") + info.dli_fname + text;
-}
-
-static bool in_library_of(const void* function, const void* pc) {
-  Dl_info here, there;
-  return dladdr(pc, &here) && dladdr(function, &there) && here.dli_fbase == there.dli_fbase;
-}
-
-// May a fiber be abandoned at pc? Not in the C library, say, where it may hold a lock.
-static bool in_kernel_code(const void* pc) {
-  const auto math = reinterpret_cast<const void*>(static_cast<float (*)(float)>(expf));
-  return worker && worker->current && (in_library_of(worker->launch->kernel, pc) || in_library_of(math, pc));
-}
-
-// The place in the kernel that a fault at pc is to be reported at: pc, or the call that led to it, of an
-// atomic for example.
-static const void* place_in_kernel(const void* pc) {
-  if (in_library_of(worker->launch->kernel, pc)) return pc;
-  void* callers[64];
-  const int count = backtrace(callers, 64);
-  for (int i = 0; i < count; i++) {
-    const char* call = static_cast<char*>(callers[i]) - 1;      // these are return addresses
-    if (in_library_of(worker->launch->kernel, call)) return call;
-  }
-  return pc;
-}
-
-static void on_signal(int signal, siginfo_t* info, void* context) {
-  const void* pc = program_counter(context);
-  if (signal == SIGINT) {
-    const bool first = !stop_requested.exchange(true);
-#ifdef SI_TKILL
-    const bool passed_on = info->si_code == SI_TKILL;   // by pthread_kill; another Ctrl-C is passed on anew
-#else
-    const bool passed_on = !first;
-#endif
-    if (first || !passed_on)
-      for (const auto& slot : running_threads)
-        if (pthread_t thread = slot; thread && !pthread_equal(thread, pthread_self()))
-          pthread_kill(thread, SIGINT);
-    if (in_kernel_code(pc)) abandon_block(describe(*worker) + source_line(pc) + ": interrupted");
-    return;                                    // elsewhere: at the fiber's next wait
-  }
-  if (!worker || !worker->current) {           // not a kernel's fault: to whom it belonged before
-    for (int i = 0; i < 4; i++)
-      if (SIGNALS[i] == signal) sigaction(signal, &previous[i], nullptr);
-    return;
-  }
-  const auto* address = static_cast<const char*>(info->si_addr);
-  char text[200];
-  if (signal == SIGFPE) {
-    snprintf(text, sizeof text, "integer division by zero");
-  } else {
-    const char* stack = worker->current->stack;
-    const bool overflow = address < stack && address >= stack - GUARD_BYTES;
-    if (overflow)
-      snprintf(text, sizeof text, "stack overflow: local arrays take more than %zu KB a thread",
-               STACK_BYTES / KB);
-#ifdef SI_KERNEL   // x86: the address is not known then
-    else if (info->si_code == SI_KERNEL)
-      snprintf(text, sizeof text, "access to an address that is no memory, or not as aligned as its type: "
-                                  "an index out of bounds?");
-#endif
-    else
-      snprintf(text, sizeof text, "access to address %p, which is no memory: an index out of bounds?",
-               info->si_addr);
-  }
-  abandon_block(describe(*worker) + source_line(place_in_kernel(pc)) + ": " + text);
-}
-
-static void catch_signals() {
-  struct sigaction action{};
-  action.sa_sigaction = on_signal;
-  action.sa_flags = SA_SIGINFO | SA_ONSTACK | SA_NODEFER;   // NODEFER: the handler is left without returning
-  for (int i = 0; i < 4; i++) sigaction(SIGNALS[i], &action, &previous[i]);
-}
-
-static void release_signals() {
-  for (int i = 0; i < 4; i++) sigaction(SIGNALS[i], &previous[i], nullptr);
-  if (stop_requested.exchange(false)) raise(SIGINT);        // for Python, which raises KeyboardInterrupt
-}
-
-// A handler cannot run on a stack that has overflowed, so each OS thread lends it another one.
-struct SignalStack {
-  std::vector<char> bytes = std::vector<char>(64 * KB);
-  stack_t before{};
-  SignalStack() {
-    stack_t s{};
-    s.ss_sp = bytes.data();
-    s.ss_size = bytes.size();
-    sigaltstack(&s, &before);
-  }
-  ~SignalStack() { sigaltstack(&before, nullptr); }
-};
-
-// While it exists, Ctrl-C is passed on to this OS thread. (From the 257th thread on it is not.)
-struct RunningThread {
-  std::atomic<pthread_t>* mine = nullptr;
-  RunningThread() {
-    for (auto& slot : running_threads)
-      if (pthread_t free{}; slot.compare_exchange_strong(free, pthread_self())) {
-        mine = &slot;
-        return;
-      }
-  }
-  ~RunningThread() {
-    if (mine) *mine = pthread_t{};
-  }
-};
 
 // -------------------------------------------------------------------------------- workers
 static char* map_memory(size_t bytes) {
@@ -223,11 +78,11 @@ static void prepare(Worker& w, const Launch& launch, size_t threads) {
   w.error_is_found = false;
 }
 
-static void run_grid(const Launch& launch, size_t threads, size_t blocks) {
+static void run_grid(const Launch& launch, size_t threads, size_t blocks, double seconds) {
   std::atomic<size_t> next_block{0};
   std::string first_error;
   auto work = [&] {
-    SignalStack signal_stack;
+    RunningThread running_thread(seconds);
     Worker* w;
     {
       std::lock_guard<std::mutex> lock(mutex);
@@ -236,7 +91,6 @@ static void run_grid(const Launch& launch, size_t threads, size_t blocks) {
       const auto allowed = opted_in_shared.find(launch.kernel);
       w->opted_in = allowed != opted_in_shared.end() && size_t(allowed->second) >= launch.dynamic_shared;
     }
-    RunningThread running_thread;
     Worker* outer = worker;
     worker = w;
     try {
@@ -249,6 +103,8 @@ static void run_grid(const Launch& launch, size_t threads, size_t blocks) {
       w->error = std::string("kernel ") + launch.name + ": not enough memory to simulate a block of " +
                  std::to_string(threads) + " threads";
     }
+    if (interrupted() && w->error.empty())
+      w->error = std::string("kernel ") + launch.name + ": " + why_interrupted();
     if (launch.checked && !w->error.empty()) error_found(*w);
     worker = outer;
     std::lock_guard<std::mutex> lock(mutex);
@@ -268,8 +124,6 @@ static void run_grid(const Launch& launch, size_t threads, size_t blocks) {
   }
   work();
   for (std::thread& t : others) t.join();
-  if (first_error.empty() && interrupted())
-    first_error = std::string("kernel ") + launch.name + ": interrupted";
   if (!first_error.empty()) set_error(cudaErrorLaunchFailure, first_error);
 }
 
@@ -284,6 +138,9 @@ static std::string wrong_configuration(const Launch& l, size_t threads, size_t b
   if (!when_copies_land())
     return std::string("FLASH_SIM_COPIES=") + getenv("FLASH_SIM_COPIES") +
            "; late, early and random are possible";
+  if (!seconds_allowed())
+    return std::string("FLASH_SIM_SECONDS=") + getenv("FLASH_SIM_SECONDS") +
+           "; a number of seconds, more than 0, is possible";
   const std::string bytes = std::to_string(l.dynamic_shared) + " bytes of shared memory a block";
   if (l.dynamic_shared > SHARED_MEMORY_PER_BLOCK)
     return bytes + "; at most " + std::to_string(SHARED_MEMORY_PER_BLOCK) + " are possible";
@@ -310,14 +167,11 @@ extern "C" void sim_launch(const Launch* requested) {
   if (!wrong.empty())
     return set_error(cudaErrorInvalidConfiguration,
                      std::string("kernel ") + launch->name + at(launch->site) + ": launched with " + wrong);
-  {
-    std::lock_guard<std::mutex> lock(mutex);
-    if (running_launches++ == 0) catch_signals();
-  }
-  run_grid(*launch, threads, blocks);
+  Guard guard;
+  if (host_call) host_call->launches++;
+  run_grid(*launch, threads, blocks, *seconds_allowed());
+  if (host_call) host_call->launches--;
   fflush(stdout);                        // what kernels printed
-  std::lock_guard<std::mutex> lock(mutex);
-  if (--running_launches == 0) release_signals();
 }
 
 extern "C" cudaError_t sim_set_attribute(const void* kernel, cudaFuncAttribute attribute, int value) {

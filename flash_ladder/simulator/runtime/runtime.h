@@ -8,7 +8,9 @@
 //   copy.cpp       asynchronous copies to shared memory (cp.async)
 //   shared.cpp     shared memory
 //   atomic.cpp     atomics
-//   launch.cpp     a kernel launch: the grid's blocks over the CPU's cores; errors; signals
+//   launch.cpp     a kernel launch: the grid's blocks over the CPU's cores; errors
+//   signals.cpp    faults, Ctrl-C and the time limit, with guard.h;
+//   guard.cpp      a stage's host code
 //
 // and, in checked builds (flash.inspect), the checker, with a header of its own: checker.h
 //
@@ -143,8 +145,9 @@ std::string describe(const Worker& w);                          // "kernel, bloc
 std::string at(Site site);
 uint64_t next_random(uint64_t& state);
 
-// launch.cpp
-bool interrupted();
+// signals.cpp
+bool interrupted();                        // by Ctrl-C, or as the time is over
+std::string why_interrupted();
 std::string source_line(const void* pc);   // " at ..."
 
 // warp.cpp: f runs once, in the last lane of the mask to arrive

@@ -15,7 +15,7 @@ static std::string mismatch(const WarpOperation& op, const char* name) {
 void together(unsigned mask, const char* name, void* operands, Site site, void (*f)(WarpOperation&),
               bool orders_memory) {
   Worker& w = *worker;
-  if (interrupted()) fail("interrupted", site);          // a lane alone never waits
+  if (interrupted()) fail(why_interrupted(), site);          // a lane alone never waits
   Fiber& self = *w.current;
   const int lanes = int(w.fibers.size()) - self.warp * WARP_SIZE;
   if (lanes < WARP_SIZE) mask &= (1u << lanes) - 1;      // the block's last warp may be a part of one

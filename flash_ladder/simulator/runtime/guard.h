@@ -1,0 +1,46 @@
+// What keeps a stage's code from ending the process: signals.cpp and guard.cpp.
+#pragma once
+#include "runtime.h"
+
+#include <csetjmp>
+#include <csignal>
+#include <pthread.h>
+
+namespace sim {
+
+// While one exists in the process: faults, Ctrl-C and the memory limit are the simulator's affair.
+struct Guard {
+  Guard();
+  ~Guard();
+};
+
+// While it exists, this OS thread runs code of a stage: it can be interrupted, after `seconds` by itself
+// (0: never).
+struct RunningThread {
+  explicit RunningThread(double seconds);
+  ~RunningThread();
+  const double seconds;
+  double deadline = 0;                   // by the monotonic clock; 0: none
+  volatile bool overdue = false;
+  int ticks_in_the_system = 0;           // in a row
+  const pthread_t thread;
+
+ private:
+  RunningThread* const outer;            // host code that launches has one already
+  std::vector<char> signal_stack = std::vector<char>(64 * KB);
+  stack_t before{};
+};
+
+struct HostCall {                        // host code of a stage, called by Python
+  const void* code;                      // a function of its library
+  int launches = 0;                      // 1 while it waits for a kernel
+  std::string error;
+  sigjmp_buf back;
+};
+extern SIM_THREAD_LOCAL HostCall* host_call;               // this OS thread's
+[[noreturn]] void leave_host_call(const std::string& error);
+
+void make_room();                          // for a message, where memory has run out
+std::optional<double> seconds_allowed();   // FLASH_SIM_SECONDS; 0: no limit; nothing: it makes no sense
+
+}  // namespace sim

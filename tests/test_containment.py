@@ -1,0 +1,296 @@
+"""Whatever a stage does, on the device or the host: an error in Python, which lives on, and the next call is
+right. Each case is a process of its own, which says at its end that it is alive."""
+
+import contextlib
+import contextvars
+import multiprocessing
+import os
+import re
+import resource
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+import torch
+
+import flash
+from flash_ladder import launch
+
+HOSTILE = flash.ROOT / "tests" / "kernels" / "hostile.cuh"
+STACK = "stack overflow"
+MEMORY = "out of memory|no memory|bad_alloc"
+WHAT = {                                       # by the number in hostile.cuh: what the error says
+    1: "integer division by zero",
+    2: "a division by zero that the compiler has seen",
+    3: "a division by zero that the compiler has seen",
+    4: r"abort\(\) was called",
+    5: r"exit\(0\) was called",
+    6: r"_exit\(3\) was called",
+    7: r"quick_exit\(4\) was called",
+    8: r"C\+\+ exception: thrown here",
+    9: r"C\+\+ exception",
+    10: "which is no memory",
+    11: "which is no memory",
+    12: "no memory",
+    13: STACK,
+    14: MEMORY,
+    15: MEMORY,
+    16: "a trap",
+    17: "no memory",
+    18: "division by zero",
+    19: r"C\+\+ exception: .*",
+    20: r"abort\(\) was called",
+    21: "no memory",
+    22: "no memory|abort",
+}
+ENDLESS = {30: "a plain loop", 31: "malloc and free", 32: "strings", 33: "sleeping"}
+WITH_LINE = (1, 4, 10, 12, 13)                 # of those a line is named
+SIDES = {"kernel": 0, "launch()": 1000, "workspace_bytes()": 2000}
+
+CALLS = """
+import signal, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)   # a background process starts without
+from pathlib import Path
+import torch, flash
+from flash_ladder.reference import reference
+q, k, v = torch.randn(3, 1, 2, 16, 8)
+
+def call(number):
+    return flash.attention(q, k, v, stage=Path(sys.argv[1]), scale=float(number))
+
+assert (call(0) == 7).all()
+print("started", flush=True)
+try:
+    call(int(sys.argv[2]))
+except RuntimeError as error:
+    print("RuntimeError:", " ".join(str(error).split()))
+except KeyboardInterrupt:
+    print("KeyboardInterrupt")
+else:
+    print("nothing was raised")
+for _ in range(2):
+    assert (call(0) == 7).all()
+o = flash.attention(q, k, v, stage="flash2")
+assert (o - reference(q, k, v, None, None)[0]).abs().max() < 1e-5
+print("alive")
+"""
+
+
+def start(number: int, **environment) -> subprocess.Popen:
+    return subprocess.Popen(
+        [sys.executable, "-c", CALLS, str(HOSTILE), str(number)], cwd=flash.ROOT,
+        env=os.environ | {"FLASH_SIM_THREADS": "2"} | environment,
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def result(process: subprocess.Popen) -> str:
+    """What was raised, of a process that is alive to its end."""
+    try:
+        out, errors = process.communicate(timeout=120)
+    finally:
+        process.kill()
+        process.wait()
+    assert process.returncode == 0 and out.splitlines()[-1:] == ["alive"], out + errors
+    return out.splitlines()[-2]
+
+
+def cases(numbers) -> list:
+    """All of them in kernels and in launch(), some in workspace_bytes(), which is called likewise."""
+    return [(n, side) for n in numbers for side in SIDES
+            if side != "workspace_bytes()" or n in (1, 5, 8, 10, 13, 15, 30)]
+
+
+@pytest.mark.parametrize("number, side", cases(WHAT))
+def test_a_fault_is_an_error(number, side):
+    message = result(start(SIDES[side] + number))
+    assert re.search(f"RuntimeError: .*hostile.*({WHAT[number]})", message), message
+    assert ("kernel hostile_kernel, block" if side == "kernel" else f"host code, {side}") in message, message
+    if number in WITH_LINE:
+        assert re.search(r"hostile\.cuh:\d+", message), message
+
+
+@pytest.mark.parametrize("number, side", cases(ENDLESS))
+def test_ctrl_c(number, side):
+    """Within a second; that of the loop around malloc as well."""
+    process = start(SIDES[side] + number)
+    assert process.stdout.readline() == "started\n"
+    time.sleep(0.3)
+    process.send_signal(signal.SIGINT)
+    sent = time.monotonic()
+    line = process.stdout.readline()
+    took = time.monotonic() - sent
+    out, errors = process.communicate(timeout=60)
+    assert line == "KeyboardInterrupt\n" and took < 1, (line, took, errors)
+    assert out == "alive\n" and process.returncode == 0, out + errors
+
+
+@pytest.mark.parametrize("number, side", cases(ENDLESS))
+def test_the_time_limit(number, side):
+    """With the line that it was at."""
+    message = result(start(SIDES[side] + number, FLASH_SIM_SECONDS="0.5"))
+    assert re.search(r"RuntimeError: .*ran longer than 0\.5 s \(FLASH_SIM_SECONDS\)", message), message
+    assert re.search(r"hostile\.cuh:\d+", message), message
+
+
+@pytest.mark.parametrize("seconds", ["soon", "0", "-1", "nan"])
+def test_a_time_limit_that_makes_no_sense(seconds, monkeypatch):
+    monkeypatch.setenv("FLASH_SIM_SECONDS", seconds)
+    with pytest.raises(RuntimeError, match="FLASH_SIM_SECONDS.*more than 0"):
+        flash.attention(*torch.randn(3, 1, 2, 16, 8), stage="flash2")
+
+
+def test_a_time_limit_is_of_one_kernel(monkeypatch):
+    """Not of all that a call launches, nor of a process: many short ones take longer than it."""
+    monkeypatch.setenv("FLASH_SIM_SECONDS", "2")
+    q = torch.randn(1, 2, 64, 32)
+    flash.attention(q, q, q, stage="naive")
+    start = time.monotonic()
+    while time.monotonic() - start < 2.5:
+        flash.attention(q, q, q, stage="naive")
+
+
+def test_two_threads_one_of_them_endless(monkeypatch):
+    """The time limit ends the one, and not the other."""
+    monkeypatch.setenv("FLASH_SIM_SECONDS", "1")
+    q, k, v = torch.randn(3, 1, 2, 16, 8)
+    flash.attention(q, k, v, stage=HOSTILE, scale=0.)
+    found = {}
+
+    def call(scale):
+        try:
+            found[scale] = flash.attention(q, k, v, stage=HOSTILE, scale=scale)
+        except RuntimeError as error:
+            found[scale] = str(error)
+
+    endless = threading.Thread(target=call, args=(30.,))
+    endless.start()
+    for _ in range(20):
+        call(0.)
+        assert (found[0.] == 7).all()
+        time.sleep(0.02)
+    endless.join(20)
+    assert "ran longer than 1 s" in found[30.]
+
+
+def test_what_was_there_is_there_again():
+    """The signals' handlers, the alternate stack's, and the limit of memory."""
+    signals = [signal.SIGINT, signal.SIGABRT, signal.SIGILL, signal.SIGURG]
+    before = [*map(signal.getsignal, signals), resource.getrlimit(resource.RLIMIT_AS)]
+    q, k, v = torch.randn(3, 1, 2, 16, 8)
+    for scale in (0., 4., 1004., 1015.):
+        with contextlib.suppress(RuntimeError):
+            flash.attention(q, k, v, stage=HOSTILE, scale=scale)
+    assert before == [*map(signal.getsignal, signals), resource.getrlimit(resource.RLIMIT_AS)]
+
+
+def test_a_fork_is_contained_too():
+    """After a call; the threads of the parent are not there."""
+    q, k, v = torch.randn(3, 1, 2, 16, 8)
+    flash.attention(q, k, v, stage=HOSTILE, scale=0.)
+    context = multiprocessing.get_context("fork")
+    receive, send = context.Pipe(False)
+
+    def child():
+        os.environ["FLASH_SIM_SECONDS"] = "0.5"
+        for scale in (10., 31.):
+            try:
+                flash.attention(q, k, v, stage=HOSTILE, scale=scale)
+            except RuntimeError as error:
+                send.send(str(error))
+        send.send((flash.attention(q, k, v, stage=HOSTILE, scale=0.) == 7).all().item())
+
+    process = context.Process(target=child)
+    process.start()
+    assert receive.poll(60) and "no memory" in receive.recv()
+    assert receive.poll(60) and "ran longer" in receive.recv()
+    assert receive.poll(60) and receive.recv() is True
+    process.join()
+
+
+# ------------------------------------------------------------------------------------ inspections
+def test_a_context_that_outlives_an_inspection():
+    q, k, v = torch.randn(3, 1, 2, 16, 8)
+    with flash.inspect() as report:
+        context = contextvars.copy_context()
+    o = context.run(flash.attention, q, k, v, stage="flash2")
+    assert torch.equal(o, flash.attention(q, k, v, stage="flash2")) and not report.kernels
+
+
+def test_an_inspection_where_tensors_are_elsewhere_by_default():
+    q, k, v = torch.randn(3, 1, 2, 16, 8)
+    torch.set_default_device("meta")
+    try:
+        with flash.inspect(q=q) as report:
+            o = flash.attention(q, k, v, stage="flash2")
+    finally:
+        torch.set_default_device(None)
+    assert report.kernels and not report.findings
+    assert torch.equal(o, flash.attention(q, k, v, stage="flash2"))
+
+
+def test_an_inspection_left_in_another_thread():
+    """An error that says so; and another one can begin."""
+    inspection, errors = flash.inspect(), []
+    inspection.__enter__()
+
+    def leave():
+        try:
+            inspection.__exit__(None, None, None)
+        except RuntimeError as error:
+            errors.append(str(error))
+
+    thread = threading.Thread(target=leave)
+    thread.start()
+    thread.join()
+    assert len(errors) == 1 and "left in another thread" in errors[0]
+    q, k, v = torch.randn(3, 1, 2, 16, 8)
+    flash.attention(q, k, v, stage="flash2")
+    with flash.inspect() as report:
+        flash.attention(q, k, v, stage="flash2")
+    assert report.kernels and not report.findings
+
+
+# ------------------------------------------------------------------------------------ a GPU
+LOST = """
+import sys
+from pathlib import Path
+import torch, flash
+q, k, v = torch.randn(3, 1, 2, 16, 8, device="cuda")
+for scale in (10., 0.):
+    try:
+        flash.attention(q, k, v, stage=Path(sys.argv[1]), scale=scale)
+        torch.cuda.synchronize()
+    except RuntimeError as error:
+        print(" ".join(str(error).split())[:600])
+"""
+
+
+def test_a_lost_context_is_explained():
+    """Where CUDA says so, and nowhere else."""
+    library = object.__new__(launch.Library)
+    library.stage = flash.find_stage("flash2", torch.float32, torch.device("cpu"), "fwd")
+    lost, other = (str(library.failure(text)) for text in
+                   (b"an illegal memory access was encountered", b"invalid argument"))
+    assert lost.startswith("stage 'flash2': an illegal") and "The CUDA context is lost" in lost
+    assert other == "stage 'flash2': invalid argument"
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_a_kernel_that_fails_on_a_gpu(tmp_path):
+    """The call after it says which stage found what, and that nothing more will run."""
+    stage = tmp_path / "wild.cuh"
+    stage.write_text("""
+#pragma once
+__global__ void wild_kernel(int* p) { *p = 1; }
+size_t workspace_bytes(const FwdParams&) { return 0; }
+cudaError_t launch(const FwdParams& p, cudaStream_t stream) {
+  if (p.scale > 5.f) wild_kernel<<<1, 1, 0, stream>>>(reinterpret_cast<int*>(16));
+  return cudaGetLastError();
+}
+""")
+    done = subprocess.run([sys.executable, "-c", LOST, str(stage)], cwd=flash.ROOT, capture_output=True,
+                          text=True)
+    assert "wild" in done.stdout and "context" in done.stdout, done.stdout + done.stderr
