@@ -217,7 +217,7 @@ def test_comments_and_empty_lines_may_change_everywhere(tmp_path):
 
 
 def test_a_hunt_keeps_its_tiles(tmp_path):
-    """With one tile of keys the bug of the first hunt would not show."""
+    """Other tiles may hide a bug."""
     hunt = next(e for e in EXERCISES if e.is_hunt)
     text = re.sub(r"// tiles: .*", "// tiles:   Br=64 Bc=160", hunt.learners_file())
     verdict = judged(hunt, text, tmp_path)
