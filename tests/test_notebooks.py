@@ -12,6 +12,8 @@ import nbformat  # noqa: E402
 
 import flash  # noqa: E402
 from tutorials import notebooks  # noqa: E402
+from tutorials.exercises import EXERCISES  # noqa: E402
+from tutorials.exercises.exercise import one_line  # noqa: E402
 
 FILES = notebooks.notebooks()
 MOST_BYTES = 500_000
@@ -78,6 +80,38 @@ def test_is_fit_to_read(file):
     for cell in notebook.cells:
         for line in cell.source.splitlines():
             assert cell.cell_type == "markdown" or len(line) <= 110, line
+
+
+@pytest.mark.parametrize("exercise", [e for e in EXERCISES if not e.is_hunt],
+                         ids=lambda e: e.file_name[:-4])
+def test_no_lesson_gives_an_answer_away(exercise):
+    """No cell before the exercises, and no output, has a line that one asks for; the next cell folds it."""
+    file = next(file for file in FILES if file.name.startswith(exercise.lesson))
+    cells = read(file).cells
+    asked = next(n for n, cell in enumerate(cells) if cell.source == f'exercises("{exercise.lesson}")')
+    assert exercise.telling_lines()
+    for cell in cells[:asked]:
+        lines = {one_line(line.lstrip("+-")) for text in texts(cell) for line in text.splitlines()}
+        assert not exercise.telling_lines() & lines
+        code = " ".join(one_line(line) for line in cell.source.splitlines())
+        assert not [line for line in exercise.telling_lines() if line in code]
+    answers = cells[asked + 1]
+    assert answers.source == f'answers("{exercise.lesson}")'
+    folded = re.findall(r"<details>.*?</details>", "".join(texts(answers)), re.S)
+    found = next(text for text in folded if f"Exercise {exercise.number}," in text)
+    assert exercise.telling_lines() <= {one_line(line) for line in found.splitlines()}
+
+
+def texts(cell) -> list[str]:
+    """A cell's source and what it puts out, without HTML's tags: a line of code in a line."""
+    outputs = [output.get("text", "") for output in cell.get("outputs", [])]
+    for output in cell.get("outputs", []):
+        for kind, text in output.get("data", {}).items():
+            if kind == "text/html":
+                outputs.append(html.unescape(re.sub(r"<[^>]+>", "", text.replace("</div>", "\n"))))
+            elif kind.startswith("text/"):
+                outputs.append(text)
+    return [cell.source, *outputs]
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)

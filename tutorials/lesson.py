@@ -8,6 +8,7 @@ simulator, and `measure` counts HBM traffic; with one, it takes times as well.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import hashlib
 import io
@@ -15,7 +16,7 @@ import json
 import re
 import statistics
 import textwrap
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 import matplotlib.pyplot as plt
@@ -36,9 +37,10 @@ from flash_ladder.simulator.tables import format_bytes
 from tutorials.figures import DPI
 from tutorials.figures.staircase import staircase as draw_staircase
 
-__all__ = ["DEVICE", "HTML", "Markdown", "Path", "break_stage", "code", "display", "error", "exercises",
-           "findings", "flash", "format_bytes", "gpu", "gradient_errors", "gradients", "measure", "plt",
-           "results", "show", "staircase", "table", "tensors", "times", "torch"]
+__all__ = ["DEVICE", "HTML", "Markdown", "Path", "answers", "break_stage", "code", "diff", "display", "error",
+           "exercises", "findings", "flash", "format_bytes", "gpu", "gradient_errors", "gradients",
+           "hide_answers", "measure", "plt", "results", "show", "staircase", "table", "tensors", "times",
+           "torch"]
 
 DEVICE = flash.default_device()
 RESULTS = flash.ROOT / "results"
@@ -192,11 +194,18 @@ def code(stage: str | Path, first: str, last: str, direction: str | None = None)
     end = None if start is None else next((n for n in range(start, len(lines)) if last in lines[n]), None)
     if end is None:
         raise ValueError(f"{path.name} has no lines from {first!r} to {last!r}")
-    shown = textwrap.dedent("\n".join(line for line in lines[start:end + 1] if not SECTION.match(line)))
+    code_shown = _without_answers(_without_sections(lines)[start:end + 1])
+    shown = textwrap.dedent("\n".join(code_shown))
     where = f"line {start + 1}" if start == end else f"lines {start + 1} to {end + 1}"
     # The div is for nbconvert's HTML, in which code of an output has the font of what is around it
     return Markdown(f"`{_shown(path)}`, {where}:\n\n"
                     f'<div style="font: 12px/1.3 monospace">\n\n```cpp\n{shown}\n```\n\n</div>')
+
+
+def diff(*stages, **options) -> flash.Difference:
+    """flash.diff, without what the lesson's exercises ask for."""
+    found = flash.diff(*stages, **options)
+    return dataclasses.replace(found, lines=tuple(_without_answers(found.lines, prefix=1)))
 
 
 def findings(report: flash.Report, most: int = 3) -> None:
@@ -240,6 +249,75 @@ def exercises(lesson: str) -> Markdown:
     start = (f"In a terminal, in the repository's folder: `{command} new {number}` writes a file to "
              f"complete, and `{command} check {number}` checks it. In a notebook put a `!` before them.")
     return table(rows, start)
+
+
+# By line, and by a section's title, the exercise that asks for it: what code() and diff() leave out
+_answers: dict[str, int] = {}
+
+
+def hide_answers(lesson: str) -> None:
+    """From here to answers(), code() and diff() leave out the lines that the lesson's exercises ask for."""
+    from tutorials.exercises import EXERCISES
+
+    _answers.clear()
+    for e in EXERCISES:
+        if e.lesson == lesson and not e.is_hunt:
+            _answers.update(dict.fromkeys([*e.telling_lines(), *e.sections], e.number))
+
+
+def _without_sections(lines: list[str]) -> list[str | None]:
+    """A stage's lines: a note in place of those in an exercise's section; None for a section's comments."""
+    shown: list[str | None] = []
+    number = None
+    for line in lines:
+        if mark := SECTION.match(line):
+            number = _answers.get(mark[1])
+            shown.append(None)
+        else:
+            shown.append(_note(number, line) if number and line.strip() else line)
+    return shown
+
+
+def _note(number: int, line: str, prefix: int = 0) -> str:
+    """What stands in place of a line, with its indentation and the diff's first character."""
+    indent = " " * (len(line[prefix:]) - len(line[prefix:].lstrip()))
+    return f"{line[:prefix]}{indent}// exercise {number} asks for this; the answer is folded below it"
+
+
+def _without_answers(lines: Iterable[str | None], prefix: int = 0) -> Iterator[str]:
+    """prefix: characters before the code, such as the + of a diff."""
+    from tutorials.exercises.exercise import one_line
+
+    last = ""
+    for line in lines:
+        if line is None:
+            continue
+        number = _answers.get(one_line(line[prefix:]))
+        if number is not None:
+            line = _note(number, line, prefix)
+        if "// exercise" not in line:
+            yield line
+            last = line if line.strip() else last
+        elif line.split() != last.split():
+            yield line
+            last = line
+        elif prefix:
+            yield line[:prefix]  # a diff keeps the number of its lines
+
+
+def answers(lesson: str) -> Markdown:
+    """The answers of a lesson's exercises, folded. From here on code() and diff() show all lines."""
+    from tutorials.exercises import EXERCISES
+
+    _answers.clear()
+    parts = []
+    for e in EXERCISES:
+        if e.lesson == lesson and not e.is_hunt:
+            texts = "\n\n".join(textwrap.dedent(text) for text in e.answers().values())
+            parts.append(f"<details><summary>Exercise {e.number}, {e.title}: the answer</summary>\n\n"
+                         f'<div style="font: 12px/1.3 monospace">\n\n```cpp\n{texts}\n```\n\n</div>\n\n'
+                         "</details>")
+    return Markdown("\n\n".join(parts))
 
 
 # ------------------------------------------------------------------------------------------ breaking

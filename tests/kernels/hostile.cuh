@@ -1,5 +1,5 @@
-// A stage that does what no stage should: in its kernel, in launch(), or in workspace_bytes(). The call's scale
-// says what; test_containment.py has a name for each number. With scale 0 it sets O to 7 and L to 0.
+// A stage that does what no stage should: in its kernel, in launch(), or in workspace_bytes(). The call's
+// scale says what; test_containment.py has a name for each number. With scale 0 it sets O to 7 and L to 0.
 #pragma once
 #include <signal.h>
 #include <stdlib.h>
@@ -53,7 +53,7 @@ __host__ __device__ void misbehave(int what) {
 
 __global__ void hostile_kernel(FwdParams p, int what) {
   misbehave(what);
-  for (int64_t n = blockIdx.x * THREADS + threadIdx.x; n < int64_t(p.B) * p.H * p.N_q; n += BLOCKS * THREADS) {
+  for (int n = blockIdx.x * THREADS + threadIdx.x; n < p.B * p.H * p.N_q; n += BLOCKS * THREADS) {
     p.L[n] = 0.f;
     for (int k = 0; k < HEAD_DIM; k++) p.O.data[n * HEAD_DIM + k] = 7.f;
   }

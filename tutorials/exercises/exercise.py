@@ -25,10 +25,13 @@ import flash
 from flash_ladder.difference import SECTION
 from flash_ladder.sources import source_files
 
+from .probes import Probe, without_device
+
 WIDTH = 108
 COMMAND = "python -m tutorials.exercises"
 YOUR_CODE = "// your code"
 HINTS = "#pragma region Hint"
+TELLING = 20  # letters and digits of a line that says something
 COMMON = flash.STAGES / "common"
 MOST_BYTES = 200_000  # of a file that is handed in: ten times the longest that `new` writes
 QUOTED = 200          # characters of a line of it, in messages
@@ -55,11 +58,16 @@ class Change:
 
 @dataclass(frozen=True)
 class Mutant:
-    """A plausible wrong answer: the reference with changes. reason: a pattern that the verdict must match."""
+    """A plausible wrong answer: the reference with changes.
+
+    reason: a pattern that the verdict must match. right_on_randn: random tensors without a mask, in lengths
+    that are multiples of the tiles, give the right numbers.
+    """
 
     what: str
     changes: tuple[Change, ...]
     reason: str
+    right_on_randn: bool = False
 
 
 @dataclass(frozen=True)
@@ -78,12 +86,12 @@ class Exercise:
         broken: for a bug hunt: the changes that break the stage.
         mutants: wrong answers. For a bug hunt, "mendings" that do not mend it: changes of the broken stage.
         tiles: Br and Bc of the check; default: the stage's.
-        score: the resource that is compared with the reference's: "hbm" (bytes) or "wavefronts" (of shared
-            memory), or both.
+        score: the resources that are compared with the reference's: "hbm" (bytes), "wavefronts" (of shared
+            memory) or "barriers" (of a block).
         at_most: by resource, how many times the reference's a score may be.
-        wide: further head dimensions to check with, for stages that treat them differently.
         causal_score: take the score with a causal mask.
         deterministic: pass deterministic=True.
+        probes: what is looked at besides, in copies of the file.
     """
 
     number: int
@@ -102,9 +110,9 @@ class Exercise:
     tiles: dict[str, int] = field(default_factory=dict)
     score: tuple[str, ...] = ("hbm",)
     at_most: dict[str, float] = field(default_factory=dict)
-    wide: tuple[int, ...] = ()
     causal_score: bool = False
     deterministic: bool = False
+    probes: tuple[Probe, ...] = ()
 
     @property
     def is_hunt(self) -> bool:
@@ -134,6 +142,13 @@ class Exercise:
         if missing := [title for title in self.sections if title not in found]:
             raise ValueError(f"exercise {self.number}: {self.path.name} has no section {missing[0]!r}")
         return {title: found[title] for title in self.sections}
+
+    def telling_lines(self) -> set[str]:
+        """Of the answers, each in one_line(): what gives them away. Short lines do not, nor do those that the
+        learner's file has elsewhere."""
+        given = {one_line(line) for line in code_lines(self.learners_file())}
+        asked = {one_line(line) for answer in self.answers().values() for line in code_lines(answer)}
+        return {line for line in asked - given if len(re.findall(r"\w", line)) >= TELLING}
 
     def file_of(self, title: str) -> Path:
         """The file that has the section of this title: the stage's, or one of stages/common."""
@@ -211,6 +226,11 @@ def code_lines(text: str) -> list[str]:
     lines = (line.strip() if line.rstrip().endswith("\\") else line.partition("//")[0].strip()
              for line in text.split("\n"))
     return [line for line in lines if line and not line.startswith((HINTS, "#pragma endregion"))]
+
+
+def one_line(line: str) -> str:
+    """Without a comment, and with single spaces: to compare."""
+    return " ".join(re.sub(r"//.*", "", line).split())
 
 
 def inlined(text: str, *names: str) -> str:
@@ -345,7 +365,7 @@ def problem_of(exercise: Exercise, text: str) -> tuple[str, str] | None:
         if code_lines(text) == code_lines(given):
             return "not started", ("Nothing is changed yet: the bug is still in. The text at the top of the "
                                    "file says what is seen of it.")
-        return None
+        return _host_function(text)
     try:
         theirs = sections(text)
     except ValueError as error:
@@ -370,7 +390,17 @@ def problem_of(exercise: Exercise, text: str) -> tuple[str, str] | None:
         if line != other:
             return "changed", (f"Something else than the blanks has changed: {_instead(line, other)} Put "
                                "that back: only what is between the comments with --- is yours.")
-    return None
+    return _host_function(text)
+
+
+def _host_function(text: str) -> tuple[str, str] | None:
+    found = without_device(text)
+    if not found:
+        return None
+    name, line = found
+    return "does not compile", (f"Line {line}: a kernel calls {name}(), which lacks __device__. It is then a "
+                                "function for the CPU, and nvcc refuses the call. (The simulator, where all "
+                                "is C++ for the CPU, would take it.)")
 
 
 def _misfit(section: str) -> str:

@@ -9,29 +9,27 @@ from __future__ import annotations
 
 import math
 import os
+import tempfile
 import time
+from collections import Counter
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
 
 import flash
-from flash_ladder.reference import (
-    max_error,
-    random_gradients,
-    random_qkv,
-    recomputed_gradients,
-    reference,
-    reference_gradients,
-)
+from flash_ladder.reference import reference
 from flash_ladder.simulator.records import Access
 from flash_ladder.simulator.tables import format_bytes
 
-from .exercise import Exercise, problem_of, read_answer
-from .mistakes import Problem, diagnosis
+from .cases import CASES, ORDER, SCORE, Case, inputs_of
+from .comparison import difference
+from .exercise import Exercise, problem_of, read_answer, sections
+from .probes import Probe
 
 TOO_LONG = "ran longer than"  # what the simulator says of a kernel that it has stopped
-SCORES = {"hbm": "bytes asked of HBM", "wavefronts": "wavefronts of shared memory"}
+SCORES = {"hbm": "bytes asked of HBM", "wavefronts": "wavefronts of shared memory",
+          "barriers": "barriers of a block"}
 
 
 @dataclass
@@ -41,7 +39,8 @@ class Verdict:
     Attributes:
         reason: "" if it passed; else "not started", "changed", "does not compile", "race", "out of bounds",
             "misaligned", "uninitialised", "barrier", "deadlock", "error", "wrong result", "too much traffic",
-            "bank conflicts", "not deterministic", "time limit" or "unreadable".
+            "bank conflicts", "too many barriers", "no overlap", "not deterministic", "time limit" or
+            "unreadable".
         message: in words.
         cases: the calls that were right.
         score: by resource, [the learner's, the reference's].
@@ -55,46 +54,6 @@ class Verdict:
     cases: list[str] = field(default_factory=list)
     score: dict[str, list[int]] = field(default_factory=dict)
     seconds: float = 0.0
-
-
-@dataclass(frozen=True)
-class Case:
-    """One call. with_dL: of a backward stage, whether the loss depends on L, too."""
-
-    B: int
-    H: int
-    H_kv: int
-    N_q: int
-    N_k: int
-    d: int
-    causal: bool
-    scale: float | None
-    seed: int
-    with_dL: bool = True
-
-    @property
-    def diagonal(self) -> int | None:
-        return self.N_k - self.N_q if self.causal else None
-
-    def __str__(self) -> str:
-        mask = "causal" if self.causal else "not causal"
-        scale = f", scale={self.scale}" if self.scale else ""
-        return (f"B={self.B} H={self.H} H_kv={self.H_kv} N_q={self.N_q} N_k={self.N_k} d={self.d} "
-                f"{mask}{scale}")
-
-
-# From plain to nasty: sizes that are no multiples of a tile, scores whose exponentials overflow, more queries
-# than keys, so that the first rows see none, and more keys than queries.
-CASES = (
-    Case(1, 2, 2, 64, 64, 64, False, None, 1),
-    Case(2, 2, 1, 75, 139, 64, False, 3.0, 2),
-    Case(1, 2, 2, 77, 77, 40, True, None, 3, with_dL=False),
-    Case(1, 4, 2, 101, 70, 40, True, -0.3, 4),
-    Case(1, 4, 2, 50, 150, 40, True, 0.4, 5),
-)
-ORDER = Case(1, 4, 2, 150, 150, 64, False, None, 6)             # for determinism
-SCORE = {False: Case(1, 1, 1, 128, 128, 64, False, None, 7),    # by whether it is causal
-         True: Case(1, 1, 1, 160, 160, 40, True, None, 7)}
 
 
 # ------------------------------------------------------------------------------- the verdict
@@ -127,9 +86,11 @@ def judge(exercise: Exercise, file: Path) -> Verdict:
 def run(exercise: Exercise, file: Path, verdict: Verdict) -> None:
     """Run all cases; raises Refused at the first thing that is wrong."""
     stage = stage_of(exercise, file)
-    for case in (*CASES, *(replace(CASES[2], N_k=100, d=d) for d in exercise.wide)):
+    for case in CASES:
         run_case(exercise, stage, case)
         verdict.cases.append(str(case))
+    for probe in exercise.probes:
+        run_probe(exercise, file, probe)
     if exercise.deterministic:
         check_determinism(exercise, stage)
     take_score(exercise, stage, verdict)
@@ -149,13 +110,14 @@ def stage_of(exercise: Exercise, file: Path) -> flash.Stage:
     return stage
 
 
-def inputs_of(case: Case, dtype: torch.dtype) -> tuple[torch.Tensor | None, ...]:
-    """q, k, v, dO, and dL or None. dL is infinite where L is: in rows that see no key."""
-    q, k, v = random_qkv(case.B, case.H, case.H_kv, case.N_q, case.N_k, case.d, "cpu", dtype, case.seed)
-    do, dlse = random_gradients(q, case.seed + 100)
-    if case.diagonal is not None and case.diagonal < 0:
-        dlse[:, :, :-case.diagonal] = -torch.inf
-    return q, k, v, do, dlse if case.with_dL else None
+def named(stage: flash.Stage, case: Case) -> str:
+    """The call, with its type if the stage takes several."""
+    name = next(name for name, dtype in flash.DTYPES.items() if dtype == dtype_of(stage, case))
+    return f"{case}, {name}" if len(stage.dtypes) > 1 else str(case)
+
+
+def dtype_of(stage: flash.Stage, case: Case) -> torch.dtype:
+    return stage.dtypes[-1 if case.last_dtype else 0]
 
 
 def tiles_of(exercise: Exercise, stage: flash.Stage, case: Case) -> dict[str, int]:
@@ -165,7 +127,7 @@ def tiles_of(exercise: Exercise, stage: flash.Stage, case: Case) -> dict[str, in
 
 def call(exercise: Exercise, stage: flash.Stage, case: Case) -> dict[str, torch.Tensor]:
     """The outputs of the stage, by name. Of a backward stage with O and L from the reference, in float64."""
-    dtype = stage.dtypes[0]
+    dtype = dtype_of(stage, case)
     q, k, v, do, dlse = inputs_of(case, dtype)
     tiles = tiles_of(exercise, stage, case)
     if exercise.direction == "fwd":
@@ -211,11 +173,13 @@ def watched(exercise: Exercise, stage: flash.Stage, case: Case) -> tuple[dict, f
     outputs, report, error = runner.inspected(exercise, stage, case)
     if error.startswith("building") and "failed:" in error:
         raise Refused("does not compile", error.split("failed:", 1)[1].strip())
-    where = f"\n\nIn the call {case}."
+    where = f"\n\nIn the call {named(stage, case)}."
     if report.findings:
         first = report.findings[0]
         lines = [first.message]
         lines += [f"  {place}: {place.text}" for place in dict.fromkeys(first.places) if place.text]
+        if "(nil)" in first.message and not case.with_dL and exercise.direction == "bwd":
+            lines.append("p.dL is null in this call, as the loss does not depend on L.")
         if len(report.findings) > 1:
             lines.append(f"({len(report.findings) - 1} more findings)")
         what = reason_of(first.message) if first.what == "error" else first.what
@@ -226,76 +190,37 @@ def watched(exercise: Exercise, stage: flash.Stage, case: Case) -> tuple[dict, f
 
 
 def run_case(exercise: Exercise, stage: flash.Stage, case: Case) -> None:
-    """Compare with float64. The error may be 2 times (gradients: 3) that of PyTorch in the stage's type."""
+    """Under the checker, and beside float64."""
     outputs, _ = watched(exercise, stage, case)
-    q, k, v, do, dlse = inputs_of(case, stage.dtypes[0])
-    wide = [x.double() for x in (q, k, v)]
-    if exercise.direction == "fwd":
-        truth, plain = (dict(zip("OL", reference(*x, case.diagonal, case.scale), strict=True))
-                        for x in (wide, (q, k, v)))
-        allowed = {name: 2 * max_error(plain[name], truth[name]) + 1e-6 for name in truth}
-    else:
-        options = do, case.diagonal, case.scale, dlse
-        truth, plain = (dict(zip(("dQ", "dK", "dV"), f(q, k, v, *options), strict=True))
-                        for f in (reference_gradients, recomputed_gradients))
-        allowed = {name: 3 * max_error(plain[name], x) + 1e-6 * max(1.0, x.abs().max().item())
-                   for name, x in truth.items()}
-    wrong = [name for name, x in outputs.items() if not max_error(x, truth[name]) <= allowed[name]]
-    if not wrong:
-        return
-    tiles = tiles_of(exercise, stage, case)
-    scale = case.d ** -0.5 if case.scale is None else case.scale
-    gradients = exercise.direction == "bwd"
-    problem = Problem(*wide, case.diagonal, scale, tiles["Bc"], do=do.double() if gradients else None,
-                      dlse=dlse.double() if gradients and dlse is not None else None)
-    why = diagnosis(problem, outputs, wrong, {name: 4 * allowed[name] for name in outputs})
-    parts = [f"It looks as if {why}."] if why else []
-    parts += [described(name, outputs[name].double(), truth[name], allowed[name], tiles, case)
-              for name in wrong]
-    if right := [name for name in outputs if name not in wrong]:
-        parts.append(f"({' and '.join(right)} {'is' if len(right) == 1 else 'are'} right.)")
-    raise Refused("wrong result", "\n\n".join([*parts, f"In the call {case}."]))
+    if wrong := difference(case, dtype_of(stage, case), outputs, tiles_of(exercise, stage, case)):
+        raise Refused("wrong result", f"{wrong}\n\nIn the call {named(stage, case)}.")
 
 
-def described(name: str, x: torch.Tensor, truth: torch.Tensor, allowed: float, tiles: dict[str, int],
-              case: Case) -> str:
-    """The first wrong element of an output with its row, column and tile, and where the others are."""
-    wrong = ~((x == truth) | ((x - truth).abs() <= allowed))
-    at = wrong.nonzero()[0].tolist()
-    of_keys = name in ("dK", "dV")
-    size, what, letter = (tiles["Bc"], "K and V", "j") if of_keys else (tiles["Br"], "Q", "i")
-    row = at[2]
-    column = f", column {at[3]}" if len(at) == 4 else ""
-    first = row // size * size
-    text = (f"{name}[{', '.join(map(str, at))}] is {x[tuple(at)]:.6g}, and should be {truth[tuple(at)]:.6g} "
-            f"(to within {allowed:.1g}): batch {at[0]}, head {at[1]}, row {row}{column}, which is in tile "
-            f"{letter} = {row // size} of {what} (rows {first} to {min(first + size, x.shape[2]) - 1}).")
-    if case.diagonal is not None and not of_keys:
-        seen = min(max(row + case.diagonal + 1, 0), case.N_k)
-        text += f" Row {row} sees {f'the keys 0 to {seen - 1}' if seen else 'no key'}."
-
-    def along(axis: int) -> torch.Tensor:
-        return wrong.movedim(axis, 0).flatten(1).any(1)
-
-    heads = "all heads" if bool(along(1).all()) else f"heads {ranges(along(1))}"
-    text += (f" {int(wrong.sum()):,} of {wrong.numel():,} elements are wrong: in rows {ranges(along(2))} of "
-             f"{heads}")
-    if len(at) == 4 and not bool(along(3).all()):
-        text += f", columns {ranges(along(3))}"
-    nans = int(x.isnan().sum())
-    return f"{text}." + (f" {nans:,} are NaN: never written, or made of NaN or of inf - inf." if nans else "")
-
-
-def ranges(flags: torch.Tensor) -> str:
-    """Where they are true, as 0-15, 32-47; the first few."""
-    found: list[list[int]] = []
-    for n in flags.nonzero().flatten().tolist():
-        if found and found[-1][1] == n - 1:
-            found[-1][1] = n
-        else:
-            found.append([n, n])
-    text = ", ".join(f"{a}-{b}" if a < b else str(a) for a, b in found[:4])
-    return text + ", ..." * (len(found) > 4)
+def run_probe(exercise: Exercise, file: Path, probe: Probe) -> None:
+    """Run a copy of the learner's file with the checker's lines in it."""
+    text = read_answer(file)
+    if not exercise.is_hunt:
+        text = exercise.with_answers({title: sections(text)[title] for title in exercise.sections})
+    probed = probe.insert(text)
+    if probed is None:
+        raise Refused("changed", f"The line `{probe.old}` must stay as it is: the check looks what is under "
+                                 f"way "
+                                 "there.")
+    case = SCORE[False]
+    with tempfile.TemporaryDirectory() as folder:
+        copy = Path(folder) / file.name
+        copy.write_text(probed)
+        stage = stage_of(exercise, copy)
+        outputs, report, error = runner.inspected(exercise, stage, case)
+    if probe.under_way:
+        raced = {finding.element.split("[")[0] for finding in report.findings
+                 if any(party.kind == "copy" for party in finding.parties)}
+        if set(probe.under_way) <= raced:
+            return
+        raise Refused("no overlap", f"{probe.message}\n\nIn the call {case}.")
+    if error or report.findings or difference(case, stage.dtypes[0], outputs,
+                                              tiles_of(exercise, stage, case)):
+        raise Refused("wrong result", probe.message)
 
 
 def check_determinism(exercise: Exercise, stage: flash.Stage) -> None:
@@ -318,18 +243,22 @@ def check_determinism(exercise: Exercise, stage: flash.Stage) -> None:
 def take_score(exercise: Exercise, stage: flash.Stage, verdict: Verdict) -> None:
     """HBM bytes and wavefronts of one call beside the reference's."""
     case = SCORE[exercise.causal_score]
-    scores, shared = [], []
+    scores, shared, reports = [], [], []
     for s in (stage, flash.read_stage(exercise.path, exercise.direction)):
         _, report = watched(exercise, s, case)
         shared.append([a for a in report.accesses if a.memory == "shared"])
-        scores.append({"hbm": report.hbm.total, "wavefronts": sum(a.units for a in shared[-1])})
+        reports.append(report)
+        scores.append({"hbm": report.hbm.total, "wavefronts": sum(a.units for a in shared[-1]),
+                       "barriers": sum(kernel.barriers for kernel in report.kernels)})
     theirs, ours = scores
     for name in exercise.score:
         verdict.score[name] = [theirs[name], ours[name]]
         if theirs[name] <= exercise.at_most.get(name, math.inf) * ours[name]:
             continue
-        reason, where = "too much traffic", ""
-        if name == "wavefronts" and lost(shared[0]) > lost(shared[1]):
+        reason, where = "too much traffic", excess(*reports, "HBM") if name == "hbm" else ""
+        if name == "barriers":
+            reason, where = "too many barriers", "Nothing needs the others. "
+        elif name == "wavefronts" and lost(shared[0]) > lost(shared[1]):
             worst = max(shared[0], key=lambda a: a.units - a.ideal)
             called = f", called at {worst.place.callers[0]}" if worst.place.callers else ""
             reason = "bank conflicts"
@@ -337,12 +266,34 @@ def take_score(exercise: Exercise, stage: flash.Stage, verdict: Verdict) -> None
                      f"takes {worst.units_per_request:.3g} wavefronts and {worst.ideal / worst.requests:.3g} "
                      f"would do:\n  {worst.place}{called}: {worst.place.text}\n")
         elif name == "wavefronts":
-            where = "Not by bank conflicts: it asks more often, or for more than it needs. "
+            where = ("Not by bank conflicts: it asks more often, or for more than it needs. "
+                     + excess(*reports, "shared"))
         raise Refused(reason, (
-            f"The result is right, but it takes {theirs[name] / ours[name]:.2f} times the {SCORES[name]} of "
+            f"The result is right, but it takes {theirs[name] / max(ours[name], 1):.2f} times the "
+            f"{SCORES[name]} of "
             f"the reference: {shown(name, theirs[name])}, not {shown(name, ours[name])}. {where}"
             "`with flash.inspect() as report:` around a call shows which line asks for them.\n\n"
             f"In the call {case}."))
+
+
+def excess(theirs: flash.Report, ours: flash.Report, memory: str) -> str:
+    """Which array has most of what the reference does not ask for, in bytes or in wavefronts, and at which "
+      "line."""
+    def amount(a: Access) -> int:
+        return a.bytes if memory == "HBM" else a.units
+
+    totals: list[Counter[str]] = [Counter(), Counter()]
+    for total, report in zip(totals, (theirs, ours), strict=True):
+        for a in report.accesses:
+            if a.memory == memory:
+                total[a.array] += amount(a)
+    array = max(totals[0], key=lambda name: totals[0][name] - totals[1][name])
+    line = max((a for a in theirs.accesses if a.memory == memory and a.array == array), key=amount)
+    called = f", called at {line.place.callers[-1]}" if line.place.callers else ""
+    resource = "hbm" if memory == "HBM" else "wavefronts"
+    return (f"Most of the excess is of {array}, {shown(resource, totals[0][array])} in place of "
+            f"{shown(resource, totals[1][array])}, above all in this {line.kind}:\n"
+            f"  {line.place}{called}: {line.place.text}\n")
 
 
 def lost(accesses: list[Access]) -> int:

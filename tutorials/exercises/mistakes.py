@@ -8,150 +8,49 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 
-Tensors = dict[str, torch.Tensor]
+from .models import (
+    Problem,
+    Tensors,
+    attention,
+    by_lanes,
+    by_merging,
+    by_tiles,
+    gradients,
+    one,
+    same,
+    softmax,
+    with_maximum,
+)
 
 
-@dataclass(frozen=True)
-class Problem:
-    """The inputs of a call, in float64, and the size of a tile of keys."""
+def tile_masks(p: Problem) -> Iterator[tuple[str, torch.Tensor]]:
+    """(what it is, which keys are then seen), for loops that end at the wrong tile, and masks by the tile."""
+    N_q, N_k = p.q.shape[2], p.k.shape[2]
+    row, col = torch.arange(N_q)[:, None], torch.arange(N_k)[None]
+    first, last = row // p.Br * p.Br, row // p.Br * p.Br + p.Br - 1
 
-    q: torch.Tensor
-    k: torch.Tensor
-    v: torch.Tensor
-    diagonal: int | None
-    scale: float
-    Bc: int
-    do: torch.Tensor | None = None
-    dlse: torch.Tensor | None = None
+    def seen_by(row, diagonal):
+        return (row + 1 + diagonal).clamp(0, N_k)
 
-    def with_heads(self, head_of: Callable[[int, int, int], int]) -> Problem:
-        """With a key head for each query head: (h, H, H_kv) -> h_kv."""
-        H, H_kv = self.q.shape[1], self.k.shape[1]
-        heads = [head_of(h, H, H_kv) for h in range(H)]
-        return replace(self, k=self.k[:, heads], v=self.v[:, heads])
-
-    def scores(self) -> torch.Tensor:
-        """scale * Q K^T (B, H, N_q, N_k), without a mask."""
-        group = self.q.shape[1] // self.k.shape[1]
-        return self.scale * self.q @ self.k.repeat_interleave(group, 1).mT
-
-    def values(self) -> torch.Tensor:
-        return self.v.repeat_interleave(self.q.shape[1] // self.v.shape[1], 1)
-
-    def visible(self, diagonal: int | None = None) -> torch.Tensor:
-        diagonal = self.diagonal if diagonal is None else diagonal
-        seen = torch.ones(self.q.shape[2], self.k.shape[2], dtype=torch.bool)
-        return seen if self.diagonal is None else seen.tril(diagonal)
-
-
-def softmax(S: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """(P, L) of masked scores; rows of -inf: 0 and -inf."""
-    L = S.logsumexp(-1)
-    return torch.exp(S - L.where(L > -math.inf, 0)[..., None]), L
-
-
-def attention(p: Problem, visible: torch.Tensor | None = None, hidden: float = -math.inf) -> Tensors:
-    """O and L. hidden: the score of a key that is not seen."""
-    S = p.scores().masked_fill(~(p.visible() if visible is None else visible), hidden)
-    P, L = softmax(S)
-    return {"O": P @ p.values(), "L": L}
-
-
-def by_tiles(p: Problem, O_factor: Callable = torch.ones_like, l_factor: Callable = torch.ones_like,
-             divide: bool = True) -> Tensors:
-    """The online softmax, with other factors than alpha = e^(m - m_new): functions of alpha times it."""
-    S, V = p.scores().masked_fill(~p.visible(), -math.inf), p.values()
-    m = torch.full(S.shape[:-1], -math.inf, dtype=S.dtype)
-    l, O = torch.zeros_like(m), torch.zeros_like(p.q)
-    for j in range(0, S.shape[-1], p.Bc):
-        tile = S[..., j:j + p.Bc]
-        m_new = torch.maximum(m, tile.amax(-1))
-        shift = m_new.where(m_new > -math.inf, 0)
-        alpha = torch.exp(m - shift)
-        P = torch.exp(tile - shift[..., None])
-        l = l_factor(alpha) * l + P.sum(-1)
-        O = O_factor(alpha)[..., None] * O + P @ V[..., j:j + p.Bc, :]
-        m = m_new
-    if divide:
-        O = torch.where(l[..., None] > 0, O / l[..., None], 0)
-    return {"O": O, "L": torch.where(l > 0, m + l.log(), -math.inf)}
-
-
-def by_merging(p: Problem, factors: Callable) -> Tensors:
-    """FlashAttention-1's online softmax, whose O is normalised after each tile, with other factors.
-
-    factors: of (l, alpha, beta), where alpha = e^(m - m_new) and beta = e^(m~ - m_new): those of the old l,
-    the old O, the tile's l~ and its P~ V_j. The right ones are alpha, l * alpha, beta and beta.
-    """
-    S, V = p.scores().masked_fill(~p.visible(), -math.inf), p.values()
-    m = torch.full(S.shape[:-1], -math.inf, dtype=S.dtype)
-    l, O = torch.zeros_like(m), torch.zeros_like(p.q)
-    for j in range(0, S.shape[-1], p.Bc):
-        tile = S[..., j:j + p.Bc]
-        m_tile = tile.amax(-1)
-        m_new = torch.maximum(m, m_tile)
-        shift = m_new.where(m_new > -math.inf, 0)
-        P = torch.exp(tile - m_tile.where(m_tile > -math.inf, 0)[..., None])
-        of_l, of_O, of_l_tile, of_O_tile = factors(l, torch.exp(m - shift), torch.exp(m_tile - shift))
-        m, l = m_new, of_l * l + of_l_tile * P.sum(-1)
-        O = of_O[..., None] * O + of_O_tile[..., None] * (P @ V[..., j:j + p.Bc, :])
-        O = torch.where(l[..., None] > 0, O / l[..., None], 0)
-    return {"O": O, "L": torch.where(l > 0, m + l.log(), -math.inf)}
-
-
-def by_lanes(p: Problem) -> Tensors:
-    """O and L if lane t, with the columns t, t + 32, ... of S and of O, has the l of its own columns only."""
-    S = p.scores().masked_fill(~p.visible(), -math.inf)
-    m = S.amax(-1)
-    P = torch.exp(S - m.where(m > -math.inf, 0)[..., None])
-    column = torch.arange(S.shape[-1]) % p.Bc % 32
-    l = torch.stack([P[..., column == lane].sum(-1) for lane in range(32)], -1)
-    lanes = l[..., torch.arange(p.q.shape[-1]) % 32]
-    return {"O": torch.where(lanes > 0, P @ p.values() / lanes, 0),
-            "L": torch.where(l[..., 0] > 0, m + l[..., 0].log(), -math.inf)}
-
-
-def one(alpha: torch.Tensor) -> torch.Tensor:
-    return torch.ones_like(alpha)
-
-
-def same(alpha: torch.Tensor) -> torch.Tensor:
-    return alpha
-
-
-def gradients(p: Problem, *, visible: torch.Tensor | None = None, D_times: float = 1, with_dL: bool = True,
-              heads: slice = slice(None), swapped: bool = False, S_times: float = 1, with_L: bool = True,
-              running: bool = False, neighbours: bool = True, transposed: bool = True,
-              keys: torch.Tensor | None = None) -> Tensors:
-    """dQ, dK and dV by the formulas of flash_bwd.cu.
-
-    D_times: a factor of D. heads: the query heads of a group that dK and dV sum over. swapped: dV is made of
-    dS, and dK of P. S_times: a factor of S in P = e^(S - L). with_L: L is subtracted there. running: D is
-    summed up while dS is made. neighbours: the heads of a group are. transposed: dK and dV are made of dS^T
-    and P^T. keys: instead of K in dQ.
-    """
-    assert p.do is not None
-    H_kv, group = p.k.shape[1], p.q.shape[1] // p.k.shape[1]
-    exact = p.scores().masked_fill(~p.visible(), -math.inf)
-    _, L = softmax(exact)
-    S = (S_times * p.scores()).masked_fill(~(p.visible() if visible is None else visible), -math.inf)
-    P = torch.where(L[..., None] > -math.inf, torch.exp(S - (L[..., None] if with_L else 0)), 0)
-    O = softmax(exact)[0] @ p.values()
-    dP = p.do @ p.values().mT
-    rowsum = (P * dP).cumsum(-1) if running else (p.do * O).sum(-1, keepdim=True)
-    D = rowsum * D_times - (p.dlse[..., None] if with_dL and p.dlse is not None else 0)
-    dS = torch.where(P > 0, P * (dP - D), 0)
-    left, right = (P, dS) if swapped else (dS, P)
-    if transposed:
-        left, right = left.mT, right.mT
-    dK, dV = (x.unflatten(1, (H_kv, group))[:, :, heads].sum(2) if neighbours else
-              x.unflatten(1, (group, H_kv)).sum(1) for x in (p.scale * left @ p.q, right @ p.do))
-    keys = (p.k if keys is None else keys).repeat_interleave(group, 1)
-    return {"dQ": p.scale * dS @ keys, "dK": dK, "dV": dV}
+    diagonal = p.diagonal or 0
+    missing = ("tiles of keys are left out: the loop of tile i must go on to the last key that the tile's "
+               "last row "
+               "sees")
+    ends = [seen_by(last, 0), seen_by(last, N_k - N_q), torch.full_like(last, N_k // p.Bc * p.Bc)]
+    if p.diagonal is not None:
+        ends += [seen_by(last, diagonal - 1), seen_by(first, diagonal),
+                 seen_by(first, diagonal) // p.Bc * p.Bc]
+    for end in ends:
+        visible = p.visible() & (col < -(-end // p.Bc) * p.Bc)
+        if not torch.equal(visible, p.visible()):
+            yield missing, visible
+    if p.diagonal is not None:
+        yield ("the mask is asked by row and column within the tile: they must be those of the whole matrix",
+               (col % p.Bc <= row % p.Br + diagonal) & (col // p.Bc * p.Bc <= last + diagonal))
 
 
 def forward_mistakes(p: Problem) -> Iterator[tuple[str, Tensors]]:
@@ -231,6 +130,23 @@ def forward_mistakes(p: Problem) -> Iterator[tuple[str, Tensors]]:
             ("alpha and beta have changed places: e^(m - m_new) is for the old l and O, e^(m~ - m_new) for "
              "the tile's", lambda l, alpha, beta: (beta, l * beta, alpha, alpha))):
         yield what, by_merging(p, factors)
+    yield ("m does not follow the maximum: it stays the first tile's, and e^(S - m) overflows when scores "
+           "rise", by_tiles(p, same, same, maximum=lambda m, tile: m.where(m > -math.inf, tile)))
+    yield ("m is the last tile's maximum, not that of all tiles: e^(m - m_new) overflows when scores fall",
+           by_tiles(p, same, same, maximum=lambda m, tile: tile.where(tile > -math.inf, m)))
+    for normalised in (False, True):
+        yield ("the maximum is not subtracted: e^S overflows above 88, and S may be any number",
+               with_maximum(p, lambda S: torch.zeros_like(S[..., 0]), normalised))
+        yield ("the maximum begins with 0: it must begin with -inf, as all scores of a row may be far below "
+               "0",
+               with_maximum(p, lambda S: S.amax(-1).clamp(min=0), normalised))
+        yield ("rows share a maximum: each row must subtract its own, or e^(S - m) is 0 in all of a row",
+               with_maximum(p, lambda S: S.amax((-2, -1))[..., None].expand(S.shape[:-1]), normalised))
+    zero = attention(p, p.visible() & (p.scores() != 0))
+    for outputs in (zero, {"O": zero["O"], "L": L}):
+        yield "a score of 0 is taken for a key that is not seen: 0 is a score like others", outputs
+    for what, visible in tile_masks(p):
+        yield what, attention(p, visible)
     masked = p.scores().masked_fill(~p.visible(), -math.inf)
     terms = torch.where(masked > -math.inf, torch.exp(masked - masked.cummax(-1).values), 0)
     early = terms.sum(-1)
@@ -284,6 +200,8 @@ def tile_mistakes(p: Problem) -> Iterator[tuple[str, Tensors]]:
              {"k": moved(k, lambda row, col: (row - row % 64 // 32 * 16, col))}),
             ("S is made of the first 8 columns of Q and K, again and again: all d of them count",
              {name: moved(x, lambda row, col: (row, col % 8)) for name, x in (("q", q), ("k", k))}),
+            ("S is made of the first 64 columns of Q and K: d may be larger",
+             {"q": moved(q, lambda row, col: (row, col.where(col < 64, q.shape[-1])))}),
             # Stages with tensor cores: 8 x 8 blocks of fragments
             ("in every 16 x 16 of Q two blocks have changed places: a[1] is lower left, a[2] upper right",
              {"q": moved(q, blocks_swapped)}),
@@ -293,6 +211,9 @@ def tile_mistakes(p: Problem) -> Iterator[tuple[str, Tensors]]:
             ("in every 16 x 16 of V two blocks have changed places: b[0] and b[1] are of the same 8 columns, "
              "one below the other in V_smem, and the next two matrices are of the next 8 columns",
              {"v": moved(v, blocks_swapped)}),
+            ("of every 16 keys the two halves have changed places, in K and in V: the mask counts keys in "
+             "order",
+             {name: moved(x, lambda row, col: (row ^ 8, col)) for name, x in (("k", k), ("v", v))}),
             ("of every 16 keys the last 8 are the first 8 once more: lanes 16 to 31 point to the second 8",
              {"k": moved(k, lambda row, col: (row - row % 16 // 8 * 8, col))}),
             ("no 8 x 8 of V is transposed: a column of B crosses V's rows, so ldmatrix must do that (trans)",
@@ -303,6 +224,10 @@ def tile_mistakes(p: Problem) -> Iterator[tuple[str, Tensors]]:
             ("block n of O is tiles n and n + 1: it is 16 columns wide, tiles 2 * n and 2 * n + 1",
              {"v": moved(v, lambda row, col: (row, col // 8 * 16 + col % 8))
               + moved(v, lambda row, col: (row, (col // 8 * 16 - 8 + col % 8).where(col > 7, v.shape[-1])))}),
+            ("tile j of V is taken from row j * Br on: it begins at row j * Bc",
+             {"v": moved(v, lambda row, col: (row // Bc * p.Br + row % Bc, col))}),
+            ("tile j of K is taken from row j * Br on: it begins at row j * Bc",
+             {"k": moved(k, lambda row, col: (row // Bc * p.Br + row % Bc, col))}),
             ("each tile of keys is the one before: during tile j, tile j + 1 is to be copied",
              {name: moved(x, lambda row, col: (row - Bc * (row >= Bc), col))
               for name, x in (("k", k), ("v", v))})):
@@ -367,8 +292,26 @@ def backward_mistakes(p: Problem) -> Iterator[tuple[str, Tensors]]:
         yield ("dK and dV sum over every H_kv-th query head: the heads of a group are neighbours",
                gradients(p, neighbours=False))
     yield "P and dS have changed places: dV = P^T dO, dK = scale * dS^T Q", gradients(p, swapped=True)
+    exact = p.scores().masked_fill(~p.visible(), -math.inf)
+    for seen in (exact != 0, (exact.amax(-1) != 0)[..., None]):
+        yield ("a score or a maximum of 0 is taken for \"sees no key\": 0 is a score like others, and such "
+               "a row "
+               "has l = 0 and L = -inf", gradients(p, visible=p.visible() & seen))
+    for running in (False, True):
+        yield ("e^S is divided by e^L, or by e^m times l: both overflow above 88; subtract in the exponent",
+               gradients(p, quotient=True, D_of_P=running))
+    for what, visible in tile_masks(p):
+        found = gradients(p, visible=visible)
+        for outputs in (found, right | {"dQ": found["dQ"]}):
+            yield what, outputs
     unseen = ~p.visible().any(-1)
     if unseen.any():
+        of_rows = {"dQ": right["dQ"].masked_fill(unseen[:, None], math.nan),
+                   "dK": torch.full_like(right["dK"], math.nan)}
+        if p.dlse is not None:
+            yield ("dL is used in a row that sees no key: it may be infinite there, and 0 * inf is NaN; "
+                   "leave "
+                   "it out where l = 0", right | of_rows)
         yield ("in a row that sees no key P is 0 / 0, or e^(-inf - -inf), which is NaN: it is 0 there",
                {name: torch.full_like(x, math.nan) for name, x in right.items()} | {
                    "dQ": right["dQ"].masked_fill(unseen[:, None], math.nan)})
@@ -383,22 +326,63 @@ def backward_mistakes(p: Problem) -> Iterator[tuple[str, Tensors]]:
     P = softmax(S)[0]
     keys = p.k.repeat_interleave(group, 1)
     yield "dQ is made of P: it is scale * dS K", right | {"dQ": p.scale * P @ keys}
+    col = torch.arange(p.k.shape[2])
+    last = col // p.Bc == (p.visible() * col).amax(-1, keepdim=True) // p.Bc
+    yield ("dQ holds the last tile of keys only: it must be added to, not begun anew",
+           right | {"dQ": gradients(p, visible=p.visible() & last)["dQ"]})
     yield "dQ is made of V: it is scale * dS K", right | {"dQ": gradients(p, keys=p.v)["dQ"]}
     yield "dV is made of S: it is P^T dO", right | {
         "dV": (S.mT @ p.do).unflatten(1, (p.k.shape[1], group)).sum(2)}
 
 
 def diagnosis(p: Problem, found: Tensors, wrong: list[str], tolerance: dict[str, float]) -> str:
-    """The mistake that gives what was found in the outputs `wrong`, or an empty text.
+    """The mistake that gives what was found in the outputs `wrong`, or an empty text. One that leaves the
+    others right is preferred.
 
     tolerance: by output, how far a number may be from what the mistake would give.
     """
     forward = p.do is None
-    truth = attention(p) if forward else gradients(p)
-    for what, outputs in forward_mistakes(p) if forward else backward_mistakes(p):
-        if all(_agree(found[name].double(), outputs[name], tolerance[name]) for name in wrong) and not any(
-                _agree(truth[name], outputs[name], tolerance[name]) for name in wrong):
-            return what
+    for problem in (p, p.rounded()):  # that some mistakes overflow shows in float32 only
+        truth = attention(problem) if forward else gradients(problem)
+        loose = ""
+        for what, outputs in forward_mistakes(problem) if forward else backward_mistakes(problem):
+            agrees = {name: _agree(found[name].double(), outputs[name].double(), tolerance[name])
+                      for name in found}
+            if all(agrees[name] for name in wrong) and not any(
+                    _agree(truth[name].double(), outputs[name].double(), tolerance[name]) for name in wrong):
+                if all(agrees.values()):
+                    return what
+                loose = loose or what
+        if loose:
+            return loose
+    return _symptom(p, found, wrong)
+
+
+def _symptom(p: Problem, found: Tensors, wrong: list[str]) -> str:
+    """What can be told by where the wrong numbers are, whatever they are."""
+    truth = attention(p) if p.do is None else gradients(p)
+    unseen = ~p.visible().any(-1)
+    if p.do is None and wrong == ["O", "L"] and unseen.any():
+        L = found["L"][..., unseen]
+        rest = _agree(found["L"][..., ~unseen].double(), truth["L"][..., ~unseen].double(), 0.01)
+        if rest and bool((L.isfinite() & (L < -1e3)).all()):
+            return ("a key that is not seen has a large negative score, such as -1e9: it must be -inf, as "
+                    "in a "
+                    "row that sees no key all of these would count the same")
+    if p.do is None and bool(((found["L"] == -math.inf) & (truth["L"] > -math.inf)).any()):
+        return ("l is 0 in a row that sees keys, so what is subtracted there is far above the row's own "
+                "maximum: all "
+                "lanes of a row must subtract that one, and no other row's")
+    if p.do is not None and unseen.any():
+        dQ, right = found["dQ"].double(), truth["dQ"]
+        if not dQ[:, :, unseen].isfinite().any() and _agree(dQ[:, :, ~unseen], right[:, :, ~unseen], 0.01):
+            return ("in a row that sees no key P is infinite or NaN: it must be 0 there, and e^(S - L) is "
+                    "not, as "
+                    "L is -inf, even with a score such as -1e9")
+    columns = [name for name in wrong if name != "L"]
+    if p.q.shape[-1] > 64 and columns == wrong and all(
+            _agree(found[name][..., :64].double(), truth[name][..., :64].double(), 0.01) for name in wrong):
+        return "only the first 64 columns are made: d may be larger"
     return ""
 
 

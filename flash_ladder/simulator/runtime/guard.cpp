@@ -1,5 +1,5 @@
-// Host code of a stage, launch() and workspace_bytes(): what it does wrong becomes an error, too. Python calls
-// it through here.
+// Host code of a stage, launch() and workspace_bytes(): what it does wrong becomes an error, too. Python
+// calls it through here.
 #include "guard.h"
 
 #include <exception>

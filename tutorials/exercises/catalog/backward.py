@@ -1,7 +1,22 @@
 """Exercises over the backward stages in fp32: lesson 05."""
 
 from ..exercise import Exercise
+from ..probes import Probe
 from .forward import wrong
+
+# As if the batch element were a later one of a large call, so that its first element of P is past 2^31.
+LARGE_P = Probe(
+    "const int b = bh / p.H_kv, h_kv = bh % p.H_kv, group = p.H / p.H_kv;",
+    """
+const int64_t before = ((int64_t)1 << 31) / ((int64_t)p.H * p.N_q * p.N_k) + 1, a_batch = before * p.H *
+p.N_q; const int b = bh / p.H_kv + int(before), h_kv = bh % p.H_kv, group = p.H / p.H_kv;
+P -= a_batch * p.N_k; dS -= a_batch * p.N_k; p.Q.data -= before * p.Q.stride_b;
+p.dO.data -= before * p.dO.stride_b; p.dK.data -= before * p.dK.stride_b; p.dV.data -= before * p.dV.stride_b;
+""",
+    "All results are right, but the index of P and dS overflows: an int ends at 2^31, and a large P has more "
+    "elements. ((b * H + h) * N_q + row) * N_k + col must be made in int64_t from its first product on, as "
+    "by "
+    "(int64_t)b. The check took a small P for the end of a large one.")
 
 EXERCISES = [
     Exercise(
@@ -38,12 +53,23 @@ A row that sees no key has l = 0: its P and dS are 0, whatever p.dL has there, e
                   ("dP_row[col] = S_row[col] * (dP_row[col] - D_row);",
                    "dP_row[col] = (l == 0.f ? 0.f : expf(S_row[col] - shift) / l) * (dP_row[col] - D_row"
                    ");")),
+            wrong("an infinite dL in a row that sees no key", r"^wrong result.*dL is used in a row that "
+                                                              r"sees no key",
+                  ("p.dL && l > 0.f ? -p.dL[row]", "p.dL ? -p.dL[row]"), right_on_randn=True),
+            wrong("dL where there is none", r"^out of bounds.*p.dL is null in this call",
+                  ("p.dL && l > 0.f ? -p.dL[row]", "l > 0.f ? -p.dL[row]"), right_on_randn=True),
+            wrong("a maximum of 0 taken for no key", r"^wrong result.*maximum of 0 is taken for .sees no key",
+                  ("const float P = l == 0.f ? 0.f", "const float P = shift == 0.f ? 0.f"),
+                  right_on_randn=True),
+            wrong("a quotient of exponentials", r"^wrong result.*subtract in the exponent",
+                  ("expf(S_row[col] - shift) / l", "expf(S_row[col]) / (l * expf(shift))"),
+                  right_on_randn=True),
             wrong("0 / 0", r"^wrong result.*P is 0 / 0",
                   ("const float P = l == 0.f ? 0.f : expf", "const float P = expf")),
         )),
     Exercise(
         number=8, name="group", title="A key head for several query heads", lesson="05", direction="bwd",
-        stage="naive", sections=("dK and dV of one key",),
+        stage="naive", sections=("dK and dV of one key",), probes=(LARGE_P,), at_most={"hbm": 1.05},
         specification="""
 Each thread of dKV_kernel makes dK[col][k] and dV[col][k] of batch element b and key head h_kv, and writes
 them once. `group` query heads, neighbours, read this key head: each of their rows adds to both. For one
@@ -55,7 +81,7 @@ where P and dS are (B * H, N_q, N_k), contiguous, with 0 where a query does not 
 
 Given: b, h_kv, group, col, k; p.Q.head(b, h) and p.dO.head(b, h) point to the (N_q, d) matrices of query
 head h, whose rows are p.Q.stride_n and p.dO.stride_n apart; dK and dV are those of this key head, with
-strides of their own. The index of P and dS can pass 2^31.
+strides of their own. Write both once: the check counts HBM traffic. The index of P and dS can pass 2^31.
 """,
         hints=(
             "With H = 6 and H_kv = 2, group is 3: key head 0 has the query heads 0, 1, 2, and key head 1 "
@@ -79,6 +105,17 @@ strides of their own. The index of P and dS can pass 2^31.
             wrong("dV with the scale", r"^wrong result.*dV is scaled", ("= dv;", "= p.scale * dv;")),
             wrong("not transposed", r"^wrong result.*not transposed",
                   ("(first_row + row) * p.N_k + col;", "(first_row + col) * p.N_k + row;")),
+            wrong("an index of 32 bits", r"^wrong result.*index of P and dS overflows.*int64_t",
+                  ("const int64_t first_row = ((int64_t)b * p.H + h) * p.N_q;",
+                   "const int first_row = (b * p.H + h) * p.N_q;"),
+                  ("const int64_t index = (first_row + row) * p.N_k + col;\n      dk",
+                   "const int index = (first_row + row) * p.N_k + col;\n      dk"), right_on_randn=True),
+            wrong("rows d apart", r"^out of bounds.* Q\[.*stride_n",
+                  ("dS[index] * Q[row * p.Q.stride_n + k]", "dS[index] * Q[row * d + k]"),
+                  right_on_randn=True),
+            wrong("sums in HBM", r"^too much traffic.*excess is of d[KV]",
+                  ("      dk += dS[index]", "      dK[col * p.dK.stride_n + k] = p.scale * dk;\n"
+                   "      dV[col * p.dV.stride_n + k] = dv;\n      dk += dS[index]"), right_on_randn=True),
             wrong("the batch element left out", r"^wrong result.*batch 1",
                   ("const int64_t first_row = ((int64_t)b * p.H + h) * p.N_q;",
                    "const int64_t first_row = (int64_t)h * p.N_q;")),
@@ -121,7 +158,17 @@ for a head, not Tr * Br: do not read past them. L is -inf for a row that sees no
             wrong("the mask off by one", r"^wrong result.*mask is off by one.*one key too few",
                   ("mask.sees(row, col) ?",
                    "row < p.N_q && col < p.N_k && (!CAUSAL || col < row + p.diagonal) ?")),
-            wrong("the mask by the tile's rows", r"^wrong result",
+            wrong("0 taken for masked", r"^wrong result.*score or a maximum of 0 is taken for",
+                  ("mask.sees(row, col) ?", "mask.sees(row, col) && S_reg[r][c] != 0.f ?"),
+                  right_on_randn=True),
+            wrong("a quotient of exponentials", r"^wrong result.*subtract in the exponent",
+                  ("expf(p.scale * S_reg[r][c] - L_row)", "expf(p.scale * S_reg[r][c]) / expf(L_row)"),
+                  right_on_randn=True),
+            wrong("a large negative score", r"^wrong result.*even with a score such as -1e9",
+                  ("mask.sees(row, col) ? expf(p.scale * S_reg[r][c] - L_row) : 0.f",
+                   "expf((mask.sees(row, col) ? p.scale * S_reg[r][c] : -1e9f) - L_row)"),
+                  right_on_randn=True),
+            wrong("the mask by the tile's rows", r"^wrong result.*row and column within the tile",
                   ("= mask.sees(row, col)", "= mask.sees(warp * rows + r, lane + 32 * c)")),
             wrong("L past the end", r"^out of bounds.* L\[",
                   ("const float L_row = row < p.N_q ? p.L[first_row + row] : 0.f;",
@@ -164,7 +211,7 @@ Rows from N_q on and columns from d on do not exist, neither in K_smem (d may be
             wrong("rows past the end", r"^(out of bounds|race)",
                   ("        if (row >= p.N_q) continue;\n", "")),
             wrong("columns from d on", r"^(out of bounds|race)", ("if (k < d) atomicAdd", "atomicAdd")),
-            wrong("an addition for each key", r"^too much traffic",
+            wrong("two additions for each tile", r"^too much traffic.*excess is of dQ.*atomicAdd",
                   ("      for (int col = 0; col < Bc; col++) {\n        for (int c = 0; c < dims; c++) {\n"
                    "          const float key",
                    "      for (int col = 0; col < Bc; col++) {\n        if (col == Bc / 2) {\n"
@@ -175,7 +222,11 @@ Rows from N_q on and columns from d on do not exist, neither in K_smem (d may be
                    "              if (row < p.N_q && k < d) {\n"
                    "                atomicAdd(&dQ[row * p.dQ.stride_n + k], p.scale * dQ_reg[r][c]);\n"
                    "                dQ_reg[r][c] = 0.f;\n              }\n            }\n          }\n"
-                   "        }\n        for (int c = 0; c < dims; c++) {\n          const float key")),
+                   "        }\n        for (int c = 0; c < dims; c++) {\n          const float key"),
+                  right_on_randn=True),
+            wrong("dQ's rows d apart", r"^out of bounds.* dQ\[.*stride_n",
+                  ("atomicAdd(dQ + row * p.dQ.stride_n + k", "atomicAdd(dQ + row * d + k"),
+                  right_on_randn=True),
         )),
     Exercise(
         number=11, name="dQ_loop", title="dQ without atomics", lesson="05", direction="bwd",
@@ -221,10 +272,10 @@ the check counts HBM traffic, with a causal mask. And it compares the bits when 
                   ("    __syncwarp();                         // a warp reads only the rows of dS that it "
                    "wrote itself\n",
                    "")),
-            wrong("all tiles", r"^too much traffic",
-                  ("j < mask.end_j(i)", "j < ceil_div(p.N_k, Bc)")),
-            wrong("tiles up to the first that the mask cuts", r"^wrong result",
-                  ("j < mask.end_j(i)", "j < mask.cut_j(i)")),
+            wrong("all tiles", r"^too much traffic.*excess is of [KV]",
+                  ("j < mask.end_j(i)", "j < ceil_div(p.N_k, Bc)"), right_on_randn=True),
+            wrong("tiles up to the first that the mask cuts", r"^wrong result.*tiles of keys are left out",
+                  ("j < mask.end_j(i)", "j < mask.cut_j(i)"), right_on_randn=True),
             wrong("the mask off by one", r"^wrong result.*mask is off by one.*one key too few.*dQ\[",
                   ("mask.sees(row, col) ? expf(p.scale * S_reg[r][c] - L_row) : 0.f;   // line 11",
                    "row < p.N_q && col < p.N_k && (!CAUSAL || col < row + p.diagonal) ? expf(p.scale * "
@@ -232,7 +283,7 @@ the check counts HBM traffic, with a causal mask. And it compares the bits when 
             wrong("V for K", r"^wrong result.*dQ is made of V",
                   ("? K_smem[col * (d + 1) + lane + 32 * c] : 0.f;",
                    "? V_smem[col * (d + 1) + lane + 32 * c] : 0.f;")),
-            wrong("the last tile only", r"^wrong result",
+            wrong("the last tile only", r"^wrong result.*last tile of keys only",
                   ("    float S_reg[rows][cols] = {}, dP_reg[rows][cols] = {};\n    for (int k",
                    "    for (int r = 0; r < rows; r++) for (int c = 0; c < dims; c++) dQ_reg[r][c] = "
                    "0.f;\n    float S_reg[rows][cols] = {}, dP_reg[rows][cols] = {};\n    for (int k")),

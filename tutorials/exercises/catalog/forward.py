@@ -1,16 +1,31 @@
 """Exercises over the forward stages in fp32: lessons 01 to 04."""
 
 from ..exercise import Change, Exercise, Mutant
+from ..probes import Probe
 
 
-def wrong(what: str, reason: str, *changes: tuple[str, str]) -> Mutant:
-    return Mutant(what, tuple(Change(*change) for change in changes), reason)
+def wrong(what: str, reason: str, *changes: tuple[str, str], right_on_randn: bool = False) -> Mutant:
+    return Mutant(what, tuple(Change(*change) for change in changes), reason, right_on_randn)
+
+
+# As if the first tile were far down in a large S: element (0, rows_before, 0) is past 2^31.
+LARGE_S = Probe(
+    "const int j = blockIdx.x % Tc, i = blockIdx.x / Tc % Tr, bh = blockIdx.x / Tc / Tr;",
+    """
+const int rows_before = ((1 << 30) / p.N_k + 1) * 2 / Br * Br + Br;
+const int j = blockIdx.x % Tc, i = blockIdx.x / Tc % Tr + rows_before / Br, bh = blockIdx.x / Tc / Tr;
+p.N_q += rows_before; p.Q.data -= rows_before * p.Q.stride_n; S -= (int64_t)rows_before * p.N_k;
+""",
+    "All results are right, but the index of S overflows: an int ends at 2^31, and a large S has more "
+    "elements. "
+    "(bh * N_q + row) * N_k + col must be made in int64_t from its first product on, as by (int64_t)bh. The "
+    "check took a small S for the end of a large one.")
 
 
 EXERCISES = [
     Exercise(
         number=1, name="scores", title="The score of a query and a key", lesson="01", direction="fwd",
-        stage="naive", sections=("the score of one query and one key",),
+        stage="naive", sections=("the score of one query and one key",), probes=(LARGE_S,),
         specification="""
 Each thread of scores_kernel makes one element of S. This one has query row i * Br + threadIdx.y and key row
 j * Bc + threadIdx.x, of batch element bh / H and query head bh % H. If the query sees the key, it stores
@@ -48,6 +63,19 @@ negative.
                   ("s : -INFINITY", "s : 0.f")),
             wrong("scale * -inf", r"^wrong result.*\+inf for a negative scale",
                   ("visible ? p.scale * s : -INFINITY", "p.scale * (visible ? s : -INFINITY)")),
+            wrong("an index of 32 bits", r"^wrong result.*index of S overflows.*int64_t",
+                  ("S[((int64_t)bh * p.N_q + row) * p.N_k + col] =", "S[(bh * p.N_q + row) * p.N_k + col] ="),
+                  right_on_randn=True),
+            wrong("only the part before the row in 64 bits", r"^wrong result.*index of S overflows.*int64_t",
+                  ("S[((int64_t)bh * p.N_q + row) * p.N_k + col] =",
+                   "S[(int64_t)bh * p.N_q * p.N_k + row * p.N_k + col] ="), right_on_randn=True),
+            wrong("0 taken for masked", r"^wrong result.*score of 0 is taken for a key that is not seen",
+                  ("visible ? p.scale * s", "visible && s != 0.f ? p.scale * s"), right_on_randn=True),
+            wrong("rows d apart", r"^out of bounds.* Q\[.*stride_n",
+                  ("Q[row * p.Q.stride_n + k]", "Q[row * d + k]"), right_on_randn=True),
+            wrong("a large negative score", r"^wrong result.*large negative score, such as -1e9: it must be "
+                                            r"-inf",
+                  ("s : -INFINITY", "s : -1e9f"), right_on_randn=True),
             wrong("keys past the end", r"^out of bounds.* K\[",
                   ("row >= p.N_q || col >= p.N_k", "row >= p.N_q")),
             wrong("rows of S of N_q", r"^(race|out of bounds|uninitialised)",
@@ -82,6 +110,23 @@ appear.
             wrong("L without the maximum", r"^wrong result.*L lacks the maximum", ("m + logf(l)", "logf(l)")),
             wrong("P not normalised", r"^wrong result.*O is not divided by l",
                   ("expf(S_row[col] - shift) / l", "expf(S_row[col] - shift)")),
+            wrong("the maximum begins with 0", r"^wrong result.*maximum begins with 0: it must begin with "
+                                               r"-inf",
+                  ("float m = -INFINITY, l = 0.f;\n  for (int col = 0; col < p.N_k; col++) m = fmaxf(m, S_row"
+                   "[col]);\n  const float shift = m == -INFINITY ? 0.f : m;   // a row that sees no key: "
+                   "-inf - "
+                   "-inf would be NaN\n  for",
+                   "float m = 0.f, l = 0.f;\n  for (int col = 0; col < p.N_k; col++) m = fmaxf(m, "
+                   "S_row[col]);\n"
+                   "  const float shift = m;\n  for"), right_on_randn=True),
+            wrong("no maximum", r"^wrong result.*maximum is not subtracted",
+                  ("const float shift = m == -INFINITY ? 0.f : m;   // a row that sees no key: -inf - -inf "
+                   "would "
+                   "be NaN\n",
+                   "const float shift = 0.f;\n  if (m > -INFINITY) m = 0.f;\n"), right_on_randn=True),
+            wrong("0 taken for masked", r"^wrong result.*score of 0 is taken for a key that is not seen",
+                  ("S_row[col] = l == 0.f ? 0.f", "S_row[col] = l == 0.f || S_row[col] == 0.f ? 0.f"),
+                  right_on_randn=True),
             wrong("one loop for m and l", r"^wrong result.*before the maximum is complete",
                   ("m = fmaxf(m, S_row[col]);\n  const float shift = m == -INFINITY ? 0.f : m;   // a row "
                    "that sees no key: -inf - -inf would be NaN\n"
@@ -124,22 +169,22 @@ and V_smem has none for them (d may be 40). All warps read all of V_smem.
             wrong("a barrier of the warp", r"^race.*V_smem",
                   ("    }\n    __syncthreads();\n\n", "    }\n    __syncwarp();\n\n")),
             wrong("rows of P past the end", r"^out of bounds",
-                  ("row < p.N_q && col < p.N_k ? P[", "col < p.N_k ? P[")),
+                  ("row < p.N_q && col < p.N_k ? P[", "col < p.N_k ? P["), right_on_randn=True),
             wrong("columns of P past the end", r"^out of bounds",
-                  ("row < p.N_q && col < p.N_k ? P[", "row < p.N_q ? P[")),
+                  ("row < p.N_q && col < p.N_k ? P[", "row < p.N_q ? P["), right_on_randn=True),
             wrong("a column of P a lane", r"^uninitialised.*P_smem",
                   ("        const int row = i * Br + warp * rows + r, col = j * Bc + lane + 32 * c;\n"
                    "        P_smem[",
                    "        const int row = i * Br + warp * rows + r, col = j * Bc + lane + 32 * c;\n"
                    "        if (c == 0) P_smem[")),
-            wrong("the tile of V by Br", r"^wrong result",
+            wrong("the tile of V by Br", r"^wrong result.*tile j of V is taken from row j \* Br",
                   ("p.V.stride_n, j * Bc, Bc, p.N_k);", "p.V.stride_n, j * Br, Bc, p.N_k);")),
-            wrong("P from HBM in the product", r"^too much traffic",
+            wrong("P from HBM in the product", r"^too much traffic.*excess is of S, P.*P\[",
                   ("O_reg[r][c] += P_smem[(warp * rows + r) * Bc + col] * value;",
                    "{\n          const int row = i * Br + warp * rows + r;\n"
                    "          if (row < p.N_q && j * Bc + col < p.N_k)\n"
                    "            O_reg[r][c] += P[((int64_t)bh * p.N_q + row) * p.N_k + j * Bc + col] * "
-                   "value;\n        }")),
+                   "value;\n        }"), right_on_randn=True),
         )),
     Exercise(
         number=4, name="merge", title="A tile joins the row", lesson="03", direction="fwd",
@@ -165,6 +210,15 @@ which O_reg[r][c] is number c. O is 0 from the start, and stays 0 until the row 
             "O of the old keys is a sum divided by l_old. Undo that division, add, and divide by l_new.",
             "Where l_new[r] is 0 there is nothing to divide by: leave O as it is."),
         mutants=(
+            wrong("m is never followed", r"^wrong result.*m does not follow the maximum",
+                  ("m_new[r] = fmaxf(m_old, m_tile);", "m_new[r] = m_old == -INFINITY ? m_tile : m_old;"),
+                  right_on_randn=True),
+            wrong("the tile's own maximum", r"^wrong result.*m is the last tile's maximum",
+                  ("m_new[r] = fmaxf(m_old, m_tile);", "m_new[r] = m_tile == -INFINITY ? m_old : m_tile;"),
+                  right_on_randn=True),
+            wrong("a maximum of at least 0", r"^wrong result.*maximum begins with 0: it must begin with -inf",
+                  ("m_new[r] = fmaxf(m_old, m_tile);", "m_new[r] = fmaxf(fmaxf(m_old, m_tile), 0.f);"),
+                  right_on_randn=True),
             wrong("O taken as not normalised", r"^wrong result.*old O lacks the factor l",
                   ("(l_old[r] * alpha[r] * *o", "(alpha[r] * *o")),
             wrong("O not rescaled", r"^wrong result.*O is not rescaled",
@@ -205,6 +259,18 @@ A row that has seen no key yet has m_new = -inf, and -inf - -inf is NaN: subtrac
             "stays."),
         mutants=(
             wrong("the inverse, as printed", r"inverse", ("*= alpha;", "*= 1.f / alpha;")),
+            wrong("m is never followed", r"^wrong result.*m does not follow the maximum",
+                  ("const float shift = m_new == -INFINITY ? 0.f : m_new;",
+                   "if (m[r] > -INFINITY) m_new = m[r];\n      "
+                   "const float shift = m_new == -INFINITY ? 0.f : m_new;"), right_on_randn=True),
+            wrong("no maximum", r"^wrong result.*maximum is not subtracted",
+                  ("const float shift = m_new == -INFINITY ? 0.f : m_new;",
+                   "if (m_new > -INFINITY) m_new = 0.f;\n      const float shift = 0.f;"),
+                  right_on_randn=True),
+            wrong("0 taken for masked", r"^wrong result.*score of 0 is taken for a key that is not seen",
+                  ("const float P = expf(S_reg[r][c] - shift);",
+                   "const float P = S_reg[r][c] == 0.f ? 0.f : expf(S_reg[r][c] - shift);"),
+                  right_on_randn=True),
             wrong("O not rescaled", r"^wrong result.*O is not rescaled",
                   ("      for (int c = 0; c < dims; c++) O_reg[r][c] *= alpha;               // line 10: e^("
                    "m - m_new) O\n",
@@ -245,13 +311,18 @@ exist. A row that has seen no key gets O = 0 and L = -inf. One lane writes L.
             "L = log(sum_j e^(S_j)), and l = sum_j e^(S_j - m).",
             "l[r] is 0 if and only if the row has seen no key."),
         mutants=(
-            wrong("all keys", r"^too much traffic",
-                  ("return CAUSAL ? max(min(N_k, row + 1 + diagonal), 0) : N_k;", "return N_k;")),
-            wrong("a key too many", r"^too much traffic",
-                  ("row + 1 + diagonal), 0)", "row + 2 + diagonal), 0)")),
-            wrong("a key too few", r"^wrong result", ("row + 1 + diagonal), 0)", "row + diagonal), 0)")),
-            wrong("no diagonal", r"^wrong result", ("row + 1 + diagonal), 0)", "row + 1), 0)")),
-            wrong("causal in every call", r"^wrong result",
+            wrong("all keys", r"^too much traffic.*excess is of K",
+                  ("return CAUSAL ? max(min(N_k, row + 1 + diagonal), 0) : N_k;", "return N_k;"),
+                  right_on_randn=True),
+            wrong("a key too many", r"^too much traffic.*excess is of K",
+                  ("row + 1 + diagonal), 0)", "row + 2 + diagonal), 0)"), right_on_randn=True),
+            wrong("a key too few", r"^wrong result.*tiles of keys are left out",
+                  ("row + 1 + diagonal), 0)", "row + diagonal), 0)"), right_on_randn=True),
+            wrong("no diagonal", r"^wrong result.*tiles of keys are left out",
+                  ("row + 1 + diagonal), 0)", "row + 1), 0)"), right_on_randn=True),
+            wrong("rows d apart", r"^out of bounds.* O\[.*stride_n",
+                  ("O[row * p.O.stride_n + k] =", "O[row * d + k] ="), right_on_randn=True),
+            wrong("causal in every call", r"^wrong result.*tiles of keys are left out",
                   ("return CAUSAL ? max(min(N_k, row + 1 + diagonal), 0) : N_k;",
                    "return max(min(N_k, row + 1 + diagonal), 0);")),
             wrong("not divided by l", r"^wrong result.*O is not divided by l",

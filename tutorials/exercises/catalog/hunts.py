@@ -1,6 +1,7 @@
 """Bug hunts: stages that are broken on purpose, each by another kind of mistake."""
 
 from ..exercise import Change, Exercise, Mutant
+from .tensor_cores import UNDER_WAY
 
 
 def changes(*pairs: tuple[str, str]) -> tuple[Change, ...]:
@@ -12,15 +13,15 @@ def paragraphs(text: str) -> str:
     return "\n\n".join(" ".join(part.split()) for part in text.strip().split("\n\n"))
 
 
-def unmended(reason: str) -> Mutant:
+def unmended(reason: str, right_on_randn: bool = False) -> Mutant:
     """The broken stage, with a change that changes nothing: what the checker says of the bug itself."""
     change = ("size_t workspace_bytes(", "inline size_t workspace_bytes(")
-    return Mutant("nothing that matters", changes(change), reason)
+    return Mutant("nothing that matters", changes(change), reason, right_on_randn)
 
 
-def mending(what: str, reason: str, *pairs: tuple[str, str]) -> Mutant:
+def mending(what: str, reason: str, *pairs: tuple[str, str], right_on_randn: bool = False) -> Mutant:
     """A change that does not mend it."""
-    return Mutant(what, changes(*pairs), reason)
+    return Mutant(what, changes(*pairs), reason, right_on_randn)
 
 
 LOOK = """
@@ -33,52 +34,66 @@ repository's folder:
 
 EXERCISES = [
     Exercise(
-        number=18, name="up_to_64_keys", title="Right up to 64 keys", lesson="02", direction="fwd",
+        number=18, name="fifty_keys", title="NaN below 64 keys", lesson="02", direction="fwd",
         stage="tiled",
         specification=f"""
-A colleague writes: "With up to 64 keys O is right. With 65 or more it is wrong in many places;
-and by other amounts if I let the threads run in another order (FLASH_SIM_SEED=1, 2, ...). L is right in
-every call."
-{LOOK}  q, k, v = torch.randn(3, 1, 2, 128, 64)
+A colleague writes: "O is right for 64 keys, for 65, 139 and 1000. With 63 keys or fewer it is NaN in the
+simulator, and on my GPU right on some days and NaN on others. The keys past the end cannot matter:
+load_tile makes their rows of V 0, and 0 times anything is 0. L is right in every call."
+{LOOK}  q, k, v = torch.randn(1, 2, 75, 64), *torch.randn(2, 1, 2, 50, 64)
   with flash.inspect() as report:
-      flash.attention(q, k, v, stage=Path("mine/18_up_to_64_keys.cuh"))
+      flash.attention(q, k, v, stage=Path("mine/18_fifty_keys.cuh"))
   print(report)
-
-Each finding names two lines that nothing orders.
 """,
         hints=(
-            "Which of the three kernels is it? S, P and L are right, or else L would be wrong, too.",
-            "The report names a line that writes V_smem or P_smem and one that reads it. In which order do "
-            "two warps come to these lines, if one is a whole tile ahead of the other?",
-            "A barrier between two tiles: no warp may bring V_j+1 while another one still multiplies by "
-            "V_j. Which place in the loop has both lines on its two sides?"),
+            "Is 0 times anything 0? Which floats are there for which it is not?",
+            "Which of the three kernels is it? S, P and L are right. So look at what output_kernel "
+            "multiplies: two "
+            "tiles in shared memory, of which one has a value for each key of the tile.",
+            "Who writes the columns of P_smem from N_k on, when N_k is 50? And when it is 139, in which "
+            "tile were "
+            "they written before?"),
         answer=paragraphs("""
-Two barriers are needed for a tile that is loaded again and again: one after loading, so that nobody reads
-before everybody has written, and one before the next loading, so that nobody writes before everybody has
-read. The second was gone. A warp that had finished its rows of O += P V_j went on to the next tile and
-overwrote V_smem, which others were still reading.
+P_smem was written only where P has an element. What lies past row N_q or column N_k stayed what it was:
+with several tiles of keys the number of the last tile, with one tile whatever the memory had before. The
+product runs over all Bc columns, and multiplies that by a row of V_smem that is 0.
 
-With one tile there is nothing to overwrite: hence "up to 64 keys". That other orders of the threads give
-other numbers is the sign of a race. A right result is no sign that there is none: if the warps of a block
-happen to be in step, each has read a number before it is overwritten. A __syncwarp() mends half of it: a
-warp reads only its own rows of P_smem, but all of V_smem.
+0 times a number is 0, so old numbers do no harm: hence "right for 65 and more". But 0 * NaN and 0 * inf are
+NaN, and memory that nobody has written may hold any bits. The checker fills it with NaN, and reports the
+first read. On a GPU the last kernel's numbers are there, on some days.
 
-The barrier can stand at the end of the loop as well: there it is in vain after the last tile, here before the
-first."""),
-        broken=changes((
-            "    __syncthreads();                      // all are done with the last tiles, which are now "
-            "overwritten\n"
-            "    load_tile(V_smem, d, p.V.head(b, h_kv), p.V.stride_n, j * Bc, Bc, p.N_k);",
-            "    load_tile(V_smem, d, p.V.head(b, h_kv), p.V.stride_n, j * Bc, Bc, p.N_k);")),
+A tile is whole only if every element is written, also what is past the end: with 0, as load_tile does. The
+other way is to stop the product at the last key."""),
+        broken=changes(
+            ("        P_smem[(warp * rows + r) * Bc + lane + 32 * c] =\n"
+             "            row < p.N_q && col < p.N_k ? P[((int64_t)bh * p.N_q + row) * p.N_k + col] : 0.f;",
+             "        if (row < p.N_q && col < p.N_k)\n"
+             "          P_smem[(warp * rows + r) * Bc + lane + 32 * c] = "
+             "P[((int64_t)bh * p.N_q + row) * p.N_k + col];")),
         mutants=(
-            unmended(r"^race.*output_kernel.*V_smem|^race.*output_kernel.*smem"),
-            mending("a barrier of the warp: V_smem belongs to all warps", r"^race.*output_kernel",
-                    ("    load_tile(V_smem, d,", "    __syncwarp();\n    load_tile(V_smem, d,")),
-            mending("a fence orders a thread's own accesses, and waits for nobody", r"^race.*output_kernel",
-                    ("    load_tile(V_smem, d,", "    __threadfence_block();\n    load_tile(V_smem, d,")),
-            mending("the barrier after V_smem is overwritten: only P_smem is safe", r"^race.*output_kernel",
-                    ("j * Bc, Bc, p.N_k);\n    for (int r",
-                     "j * Bc, Bc, p.N_k);\n    __syncthreads();\n    for (int r")),
+            unmended(r"^uninitialised.*output_kernel.*P_smem", right_on_randn=True),
+            mending("columns only: rows of P past the end are read", r"^out of bounds.*output_kernel",
+                    ("        if (row < p.N_q && col < p.N_k)\n"
+                     "          P_smem[(warp * rows + r) * Bc + lane + 32 * c] = "
+                     "P[((int64_t)bh * p.N_q + row) * p.N_k + col];",
+                     "        P_smem[(warp * rows + r) * Bc + lane + 32 * c] = "
+                     "col < p.N_k ? P[((int64_t)bh * p.N_q + row) * p.N_k + col] : 0.f;"),
+                    right_on_randn=True),
+            mending("all of it is read: past a row's end is the next row", r"^out of bounds.*output_kernel",
+                    ("        if (row < p.N_q && col < p.N_k)\n          P_smem", "        P_smem"),
+                    right_on_randn=True),
+            mending("nothing is added where V is 0: P_smem is read all the same", r"^uninitialised.*P_smem",
+                    ("O_reg[r][c] += P_smem[(warp * rows + r) * Bc + col] * value;",
+                     "{\n          const float P = P_smem[(warp * rows + r) * Bc + col];\n"
+                     "          if (value != 0.f) O_reg[r][c] += P * value;\n        }"),
+                    right_on_randn=True),
+            mending("V_smem is guarded, and it was 0 already", r"^uninitialised.*P_smem",
+                    ("const float value = lane + 32 * c < d ?",
+                     "const float value = j * Bc + col < p.N_k && lane + 32 * c < d ?"), right_on_randn=True),
+            mending("cleared without a barrier after it", r"^race.*output_kernel.*P_smem",
+                    ("    load_tile(V_smem, d,",
+                     "    for (int n = threadIdx.x; n < Br * Bc; n += threads) P_smem[n] = 0.f;\n"
+                     "    load_tile(V_smem, d,")),
         )),
     Exercise(
         number=19, name="lengths", title="Only multiples of 32", lesson="01", direction="fwd", stage="naive",
@@ -115,14 +130,16 @@ and look which rows and columns are wrong."""),
         broken=changes(("if (row >= p.N_q || col >= p.N_k) return;",
                         "if (row >= p.N_q || col > p.N_k) return;")),
         mutants=(
-            unmended(r"^out of bounds.*\bK\b"),
+            unmended(r"^out of bounds.*\bK\b", right_on_randn=True),
             mending("more scratch memory, so that nothing is written past its end", r"^out of bounds.*\bK\b",
                     ("return sizeof(float) * p.B * p.H * p.N_q * p.N_k; }",
-                     "return sizeof(float) * (p.B * p.H * p.N_q * p.N_k + 1); }")),
+                     "return sizeof(float) * (p.B * p.H * p.N_q * p.N_k + 1); }"), right_on_randn=True),
             mending("the write is guarded, and the read is not", r"^out of bounds.*\bK\b",
                     ("  S[((int64_t)bh * p.N_q + row) * p.N_k + col] = visible",
-                     "  if (col < p.N_k) S[((int64_t)bh * p.N_q + row) * p.N_k + col] = visible")),
-            mending("the read is guarded, and the write is not", r"^(race|out of bounds).*scores_kernel",
+                     "  if (col < p.N_k) S[((int64_t)bh * p.N_q + row) * p.N_k + col] = visible"),
+                    right_on_randn=True),
+            mending("the read is guarded, and the write is not", r"^(race|out of "
+                                                                 r"bounds).*scores_kernel",
                     ("K[col * p.K.stride_n + k]", "K[min(col, p.N_k - 1) * p.K.stride_n + k]")),
             mending("the score is masked: it is written all the same",
                     r"^(race|out of bounds).*scores_kernel",
@@ -190,49 +207,52 @@ continue` in the loops over r."""),
                      "      // a warp now reads")),
         )),
     Exercise(
-        number=21, name="another_dQ", title="Another dQ in every call", lesson="05", direction="bwd",
+        number=21, name="in_the_model", title="Wrong in the model only", lesson="05", direction="bwd",
         stage="recompute",
         specification=f"""
-A colleague writes: "dK and dV are right, always. dQ is now NaN, now 3e+13, now wrong by a little; the same
-call twice gives two results. Once it was right, in a fresh process. I know that this stage is not
-deterministic; but in the last bits, not so."
-{LOOK}  q, k, v = (x.requires_grad_() for x in torch.randn(3, 1, 2, 64, 64))
+A colleague writes: "In my test all gradients are right, for every length, mask and scale. In my model O is
+right, but dQ, dK and dV are wrong from the second row on. There q, k and v come from one matrix product of
+shape (B, N, H, d), and I swap N and H by transpose(1, 2). If I add .contiguous(), all is right again; but
+that copies, and the other stages do not need it."
+{LOOK}  q, k, v = (x.transpose(1, 2).requires_grad_() for x in torch.randn(3, 1, 64, 2, 64))
   with flash.inspect() as report:
-      flash.attention(q, k, v, backward=Path("mine/21_another_dQ.cuh")).square().sum().backward()
+      flash.attention(q, k, v, backward=Path("mine/21_in_the_model.cuh")).sum().backward()
   print(report)
 """,
         hints=(
-            "dK and dV are written once, by `=`. How does a number get into dQ?",
-            "x += y reads x. Who has written dQ before the first block adds to it?",
-            "It must be done before the first block starts, that is by another kernel, one launched "
-            "earlier. Compare what stages/common/rowsum.cuh can do with how launch() calls it."),
+            "transpose moves no number. What does it change in the tensor?",
+            "x.stride() of q, and of the gradient of O that autograd passes: from one row to the next, how "
+            "many "
+            "elements is it in each? p.Q and p.dO have that as stride_n.",
+            "The finding names an array and a line. Read all arguments of that call, and compare with its "
+            "neighbours."),
         answer=paragraphs("""
-Nobody set dQ to 0. Its memory comes from torch.empty, with what was there before: NaN, large numbers, or,
-in a fresh process, zeros. Each block adds its part to that.
+The tile of dO was loaded with p.Q.stride_n. A tensor says itself how far its rows are apart, and here no two
+need agree: q is a view of (B, N, H, d), with rows H * d apart, and dO comes from autograd as it likes, here
+with rows d apart.
 
-The result of one call says little here: zeros are the most likely old value. The checker knows for every
-byte whether it was written, and reports the first read of one that was not; and it fills new memory with
-NaN.
+With tensors straight from torch.randn all strides are d, so any of them will do, and a test sees nothing.
+Row 0 begins at 0 with every stride: hence "from the second row on". The checker has red zones around each
+head, so that a row past the end of dO is out of bounds, even where the memory is there.
 
-launch_D_kernel clears dQ if its argument clear_dQ is true. A block of backward_kernel cannot do it for its
-own tile: all blocks along the keys add to the same rows of dQ, and nothing orders blocks of one launch.
-Launches of one stream are ordered."""),
-        broken=changes(("launch_D_kernel(p, D, /*clear_dQ=*/true, stream);",
-                        "launch_D_kernel(p, D, false, stream);")),
+Tests should have tensors whose strides all differ: transposed ones, and slices of wider ones."""),
+        broken=changes(("p.dO.head(b, h), p.dO.stride_n, i * Br", "p.dO.head(b, h), p.Q.stride_n, i * Br")),
         mutants=(
-            unmended(r"^uninitialised.*\bdQ\b"),
-            mending("cleared by the first block of a head: others may be there before it",
-                    r"^(race|uninitialised|wrong result).*\bdQ\b",
-                    ("    for (int i = mask.first_i(j); i < Tr; i++) {",
-                     "    for (int t = threadIdx.x; j == 0 && t < p.N_q * d; t += threads)\n"
-                     "      dQ[t / d * p.dQ.stride_n + t % d] = 0.f;\n"
-                     "    for (int i = mask.first_i(j); i < Tr; i++) {")),
-            mending("= instead of +=", r"^(race|wrong result).*\bdQ\b",
-                    ("if (k < d) atomicAdd(dQ + row * p.dQ.stride_n + k, p.scale * dQ_reg[r][c]);",
-                     "if (k < d) dQ[row * p.dQ.stride_n + k] = p.scale * dQ_reg[r][c];")),
-            mending("cleared when all is done", r"^uninitialised.*\bdQ\b|^wrong result.*dQ",
-                    ("threads, bytes, stream>>>(p, D);",
-                     "threads, bytes, stream>>>(p, D);\n  launch_D_kernel(p, D, true, stream);")),
+            unmended(r"^out of bounds.*\bdO\b.*stride_n", right_on_randn=True),
+            mending("as if there were no gaps", r"^(out of bounds.*\bdO\b|wrong result).*stride_n",
+                    ("p.dO.head(b, h), p.Q.stride_n, i * Br", "p.dO.head(b, h), d, i * Br"),
+                    right_on_randn=True),
+            mending("O's: dO has its shape, and strides of its own", r"^(out of bounds.*\bdO\b|wrong "
+                                                                     r"result).*stride_n",
+                    ("p.dO.head(b, h), p.Q.stride_n, i * Br", "p.dO.head(b, h), p.O.stride_n, i * Br"),
+                    right_on_randn=True),
+            mending("dQ's, which is Q's", r"^out of bounds.*\bdO\b.*stride_n",
+                    ("p.dO.head(b, h), p.Q.stride_n, i * Br", "p.dO.head(b, h), p.dQ.stride_n, i * Br"),
+                    right_on_randn=True),
+            mending("Q by that of dO as well", r"^(out of bounds.*\bQ\b|wrong result|misaligned).*stride_n",
+                    ("p.Q.head(b, h), p.Q.stride_n, i * Br", "p.Q.head(b, h), p.dO.stride_n, i * Br"),
+                    ("p.dO.head(b, h), p.Q.stride_n, i * Br", "p.dO.head(b, h), p.dO.stride_n, i * Br"),
+                    right_on_randn=True),
         )),
     Exercise(
         number=22, name="two_heads", title="One head is right, two are not", lesson="03", direction="fwd",
@@ -270,7 +290,10 @@ order was this time."""),
                      "  m += (int64_t)bh * p.N_q;\n  l += (int64_t)h * p.N_q;")),
             mending("moved by keys, not by rows", r"^(out of bounds|race).*\(m, l\)",
                     ("  m += (int64_t)bh * p.N_q;",
-                     "  m += (int64_t)bh * p.N_q;\n  l += (int64_t)bh * p.N_k;")),
+                     "  m += (int64_t)bh * p.N_q;\n  l += (int64_t)bh * p.N_k;"), right_on_randn=True),
+            mending("rows up to whole tiles: there is no memory for them", r"^(race|out of bounds).*\(m, l\)",
+                    ("  m += (int64_t)bh * p.N_q;",
+                     "  m += (int64_t)bh * Tr * Br;\n  l += (int64_t)bh * Tr * Br;"), right_on_randn=True),
             mending("by one row", r"^race.*\(m, l\)",
                     ("  m += (int64_t)bh * p.N_q;", "  m += (int64_t)bh * p.N_q;\n  l += bh;")),
             mending("a barrier: it orders the threads of one block", r"^race.*\(m, l\)",
@@ -316,12 +339,13 @@ Such a bug shows in no test of results. It shows in wavefronts, here or in a GPU
             ("Br * d + Bc * (d + 1) + Bc * d + Br * Bc", "Br * d + 2 * Bc * d + Br * Bc")),
         score=("wavefronts",), at_most={"wavefronts": 1.05},
         mutants=(
-            unmended(r"^bank conflicts.*wavefronts"),
+            unmended(r"^bank conflicts.*wavefronts", right_on_randn=True),
             mending("an even pitch: two lanes a bank", r"^bank conflicts",
                     ("V_smem = K_smem + Bc * d;", "V_smem = K_smem + Bc * (d + 2);"),
                     ("load_tile(K_smem, d, p.K", "load_tile(K_smem, d + 2, p.K"),
                     ("K_smem[(lane + 32 * c) * d + k]", "K_smem[(lane + 32 * c) * (d + 2) + k]"),
-                    ("Br * d + 2 * Bc * d + Br * Bc", "Br * d + Bc * (d + 2) + Bc * d + Br * Bc")),
+                    ("Br * d + 2 * Bc * d + Br * Bc", "Br * d + Bc * (d + 2) + Bc * d + Br * Bc"),
+                    right_on_randn=True),
             mending("V_smem does not move: K's last rows are in it", r"^race.*smem",
                     ("load_tile(K_smem, d, p.K", "load_tile(K_smem, d + 1, p.K"),
                     ("K_smem[(lane + 32 * c) * d + k]", "K_smem[(lane + 32 * c) * (d + 1) + k]"),
@@ -378,20 +402,22 @@ Such a bug shows in the HBM traffic of a causal call beside that of a call witho
              "return ceil_div(N_k, BLOCK_C);")),
         score=("hbm",), at_most={"hbm": 1.05}, causal_score=True,
         mutants=(
-            unmended(r"^too much traffic"),
+            unmended(r"^too much traffic", right_on_randn=True),
             mending("skipped after it is loaded", r"^too much traffic",
                     ("    float S_reg[rows][cols] = {};",
                      "    if (CAUSAL && j * Bc >= (i + 1) * Br + p.diagonal) continue;\n"
-                     "    float S_reg[rows][cols] = {};")),
+                     "    float S_reg[rows][cols] = {};"), right_on_randn=True),
             mending("the end is another one in each warp", r"^(barrier|deadlock)",
                     ("    __syncthreads();                      // all are done",
                      "    if (CAUSAL && j * Bc >= i * Br + (warp + 1) * rows + p.diagonal) break;\n"
                      "    __syncthreads();                      // all are done")),
             mending("the diagonal is left out", r"^wrong result",
                     ("return ceil_div(N_k, BLOCK_C);",
-                     "return ceil_div(CAUSAL ? min(N_k, (i + 1) * BLOCK_R) : N_k, BLOCK_C);")),
+                     "return ceil_div(CAUSAL ? min(N_k, (i + 1) * BLOCK_R) : N_k, BLOCK_C);"),
+                    right_on_randn=True),
             mending("what the first row sees, not the last", r"^wrong result",
-                    ("return ceil_div(N_k, BLOCK_C);", "return ceil_div(seen_by(i * BLOCK_R), BLOCK_C);")),
+                    ("return ceil_div(N_k, BLOCK_C);", "return ceil_div(seen_by(i * BLOCK_R), BLOCK_C);"),
+                    right_on_randn=True),
             mending("without a mask, too", r"^wrong result",
                     ("return ceil_div(N_k, BLOCK_C);",
                      "return ceil_div(min(N_k, (i + 1) * BLOCK_R + diagonal), BLOCK_C);")),
@@ -433,7 +459,14 @@ lanes of one row have."""),
              "// Over the 8 lanes that share a row\n"),
             ("for (int distance : {1, 4, 8}) x = fmaxf(", "for (int distance : {1, 2, 4}) x = fmaxf(")),
         mutants=(
-            unmended(r"^wrong result"),
+            unmended(r"^wrong result.*L\["),
+            mending("the maximum over 16 lanes, of two rows", r"^wrong result.*no other row's",
+                    ("for (int distance : {1, 2, 4}) x = fmaxf(", "for (int distance : {1, 2, 4, 8}) x = "
+                                                                  "fmaxf("),
+                    right_on_randn=True),
+            mending("the maximum over the warp, of four rows", r"^wrong result.*no other row's",
+                    ("for (int distance : {1, 2, 4}) x = fmaxf(",
+                     "for (int distance : {1, 2, 4, 8, 16}) x = fmaxf("), right_on_randn=True),
             mending("the sum over the same lanes as the maximum", r"^wrong result",
                     ("for (int distance : {1, 4, 8}) x += ", "for (int distance : {1, 2, 4}) x += ")),
             mending("the bits of the lanes 0 to 7, moved by one", r"^wrong result",
@@ -443,54 +476,83 @@ lanes of one row have."""),
                     ("for (int distance : {1, 2, 4}) x = fmaxf(", "for (int distance : {1, 4}) x = fmaxf(")),
         )),
     Exercise(
-        number=26, name="second_tile", title="NaN from the second tile on", lesson="09", direction="fwd",
-        stage="cp_async",
+        number=26, name="last_tile", title="NaN from the last tile", lesson="09", direction="fwd",
+        stage="cp_async", probes=(UNDER_WAY,),
         specification=f"""
-A colleague writes: "With up to 64 keys all is right. With more, O and L are NaN in the simulator; with
-FLASH_SIM_COPIES=early they are right. So I do not know whether it is right or not."
+A colleague writes: "S needs K_j only, so why wait for V_j, too? I made K and V groups of their own: at the
+head a tile waits for K_j, and before P V for V_j, while K_j+1 and V_j+1 are under way. Each wait has a
+barrier after it. With FLASH_SIM_COPIES=early all is right. Without it O is NaN, in every call; L is right.
+I printed O_reg after each tile: all tiles are right but the last one."
 
 FLASH_SIM_COPIES says when an asynchronous copy is made: as late as it may be (the default), or where it
 starts (early).
-{LOOK}  q, k, v = torch.randn(3, 1, 2, 128, 64, dtype=torch.bfloat16)
+{LOOK}  q, k, v = torch.randn(3, 1, 2, 256, 64, dtype=torch.bfloat16)
   with flash.inspect() as report:
-      flash.attention(q, k, v, stage=Path("mine/26_second_tile.cuh"))
+      flash.attention(q, k, v, stage=Path("mine/26_last_tile.cuh"))
   print(report)
+
+The copies of a tile must still run while the products of the one before do: the check looks.
 """,
         hints=(
-            "What has brought the first tile, and what brings the second one? Where is each waited for?",
-            "cp.async goes on while the thread does. Before anybody reads K_j, two things must have "
-            "happened: this thread's copies are complete, and so are everybody else's.",
-            "cp_async_wait<n>() waits for this thread's copies, but for the last n groups. A barrier makes "
-            "that hold for all threads. In which order do these two come?"),
+            "cp_async_wait<n>() waits until at most the last n groups are under way. Which ones does it not "
+            "wait "
+            "for?",
+            "Write down, for three tiles, which groups this thread has committed when it comes to the "
+            "second wait: "
+            "in the first tile, in the second, and in the last.",
+            "In the last tile no copies follow, so no groups do. Must a group have copies in it?"),
         answer=paragraphs("""
-cp_async_wait<0>() was missing at the head of the loop. The copies of tile j start in the turn before, and
-nobody waited for them; only the first tile has a wait of its own, before the loop.
+cp_async_wait<2>() before P V counts on two younger groups, K_j+1 and V_j+1. In the last tile there are
+none: the last group is V_j itself, and "all but the last two" waits for nothing.
 
-A barrier is no wait for copies: it makes threads wait for threads. And cp_async_wait is no barrier: it
-waits for the copies that this thread has started. So the order is: wait, then the barrier; after both,
-everybody's copies are there. With the barrier first, a thread can read what another one's copy has not
-brought yet.
+A wait counts groups, not arrays. So the number of groups behind must be the same in every turn: commit in
+each turn, whether anything was copied or not. An empty group is complete at once, and keeps the count. (Or
+the last tile waits by <0>.) Waiting by <0> in every tile is right, too, but then nothing overlaps: it waits
+for the next tile's copies, which have just been started.
 
-A run that is right shows nothing: the copies may have been quick. The simulator makes them as late as it
-may, and the checker reports each read of a place to which a copy is under way."""),
+The ends of a pipeline, its first and its last turns, are where such bugs are. A run with early copies shows
+nothing. The simulator makes them as late as it may, and the checker reports each read of a place to which a
+copy is under way."""),
         broken=changes(
-            ("    cp_async_wait<0>();\n"
-             "    __syncthreads();                        "
-             "// K_j and V_j are there; and all are done with K_j-1",
-             "    __syncthreads();                        // all are done with K_j-1")),
+            ("  copy_tile<threads>(V_smem, tile_index, V, p.V.stride_n, 0, Bc, p.N_k);\n",
+             "  cp_async_commit();                        // Q and K_0\n"
+             "  copy_tile<threads>(V_smem, tile_index, V, p.V.stride_n, 0, Bc, p.N_k);\n"),
+            ("    cp_async_wait<0>();\n    __syncthreads();                        "
+             "// K_j and V_j are there; and all are done with K_j-1 and V_j-1\n",
+             "    cp_async_wait<1>();                     // for K_j; V_j may be under way\n"
+             "    __syncthreads();                        // and all are done with K_j-1 and V_j-1\n"),
+            ("      copy_tile<threads>(V_smem + next_buffer, tile_index, V, p.V.stride_n, (j + 1) * Bc, Bc, "
+             "p.N_k);\n",
+             "      cp_async_commit();\n"
+             "      copy_tile<threads>(V_smem + next_buffer, tile_index, V, p.V.stride_n, (j + 1) * Bc, Bc, "
+             "p.N_k);\n"),
+            ("    #pragma unroll\n    for (int k = 0; k < Bc / 16; k++) { ",
+             "    cp_async_wait<2>();                     // for V_j; K_j+1 and V_j+1 may be under way\n"
+             "    __syncthreads();\n"
+             "    #pragma unroll\n    for (int k = 0; k < Bc / 16; k++) { ")),
         mutants=(
-            unmended(r"^race.*(cp\.async|copy|asynchronous)"),
+            unmended(r"^race.*V_smem.*(cp_async|copy)"),
+            mending("one group less: the last tile has none behind it", r"^race.*V_smem.*(cp_async|copy)",
+                    ("cp_async_wait<2>(); ", "cp_async_wait<1>(); ")),
+            mending("a wait for all: nothing overlaps", r"^no overlap.*not under way",
+                    ("cp_async_wait<2>(); ", "cp_async_wait<0>(); "), right_on_randn=True),
+            mending("a wait at once", r"^no overlap.*not under way",
+                    ("(j + 1) * Bc, Bc, p.N_k);\n      cp_async_commit();\n    }",
+                     "(j + 1) * Bc, Bc, p.N_k);\n      cp_async_commit();\n      cp_async_wait<0>();\n    }"),
+                    ("cp_async_wait<2>(); ", "cp_async_wait<0>(); "), right_on_randn=True),
+            mending("one empty group, where two are counted", r"^race.*V_smem.*(cp_async|copy)",
+                    ("(j + 1) * Bc, Bc, p.N_k);\n      cp_async_commit();\n    }",
+                     "(j + 1) * Bc, Bc, p.N_k);\n    }\n    cp_async_commit();")),
             mending("the barrier first: the copies of others may be under way",
-                    r"^race.*(cp\.async|copy|asynchronous)",
-                    ("done with K_j-1 and V_j-1\n", "done with K_j-1 and V_j-1\n    cp_async_wait<0>();\n")),
-            mending("all groups but the last one, and there is only one",
-                    r"^race.*(cp\.async|copy|asynchronous)",
-                    ("    __syncthreads();                        // all are done with K_j-1",
-                     "    cp_async_wait<1>();\n"
-                     "    __syncthreads();                        // all are done with K_j-1")),
-            mending("a fence is no wait", r"^race.*(cp\.async|copy|asynchronous)",
-                    ("    __syncthreads();                        // all are done with K_j-1",
-                     "    __threadfence_block();\n"
-                     "    __syncthreads();                        // all are done with K_j-1")),
+                    r"^race.*V_smem.*(cp_async|copy)",
+                    ("    cp_async_wait<2>();                     // for V_j; K_j+1 and V_j+1 may be under "
+                     "way\n"
+                     "    __syncthreads();\n",
+                     "    __syncthreads();\n    if (j + 1 < mask.end_j(i)) cp_async_wait<2>();\n"
+                     "    else cp_async_wait<0>();\n")),
+            mending("a fence is no wait", r"^race.*V_smem.*(cp_async|copy)",
+                    ("cp_async_wait<2>(); ", "__threadfence_block(); ")),
         )),
-]
+
+
+  ]

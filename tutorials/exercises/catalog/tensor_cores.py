@@ -1,11 +1,8 @@
 """Exercises over registers, tensor cores and copies: lessons 06 to 09."""
 
-from ..exercise import Change, Exercise, Mutant
-
-
-def wrong(what: str, reason: str, *changes: tuple[str, str]) -> Mutant:
-    return Mutant(what, tuple(Change(*change) for change in changes), reason)
-
+from ..exercise import Exercise
+from ..probes import Probe
+from .forward import wrong
 
 LARGE = {"Br": 128, "Bc": 64}  # 8 x 8 numbers of S a thread
 
@@ -18,6 +15,43 @@ STORE_P = "store4(P_smem + x * Br + (row_of(r) ^ P_swizzle(lane_col8())),"
 WAIT = "    cp_async_wait<0>();\n"
 BARRIER = ("    __syncthreads();                        "
            "// K_j and V_j are there; and all are done with K_j-1 and V_j-1\n")
+BUFFERS = "    const int buffer = j % 2 * Bc * pitch, next_buffer = (j + 1) % 2 * Bc * pitch;"
+COMMIT = "(j + 1) * Bc, Bc, p.N_k);\n      cp_async_commit();"
+NEXT_TILE = """\
+    if (j + 1 < mask.end_j(i)) {            // to where K_j-1 and V_j-1 were
+      copy_tile<threads>(K_smem + next_buffer, tile_index, K, p.K.stride_n, (j + 1) * Bc, Bc, p.N_k);
+      copy_tile<threads>(V_smem + next_buffer, tile_index, V, p.V.stride_n, (j + 1) * Bc, Bc, p.N_k);
+      cp_async_commit();
+    }
+"""
+
+# Reads of what the copies bring for the next tile, just before P V: they must race with the copies.
+UNDER_WAY = Probe(
+    "for (int k = 0; k < Bc / 16; k++) {",
+    """
+for (int k = 0; k < Bc / 16; k++) {
+if (k == 0 && j + 1 < mask.end_j(i)) {
+  const int probed = (j + 1) % 2 * Bc * pitch + tile_index(threadIdx.x / 8, threadIdx.x % 8 * 8);
+  if (float(K_smem[probed]) + float(V_smem[probed]) == 12345.f) return;
+}
+""",
+    "The result is right, but nothing overlaps: when the product P V_j begins, the copies of tile j + 1 are "
+    "not "
+    "under way. Each has been waited for already, or has not been started. The point of cp.async is that the "
+    "products run meanwhile: start the copies after S is made, and wait for them at the head of the next "
+    "tile.",
+    under_way=("K_smem", "V_smem"))
+
+WHOLE_CHUNKS = Probe(
+    "const Mask mask(p);",
+    """
+const Mask mask(p);
+for (int row = 0; row < 8; row++) for (int col = 0; col < pitch; col++)
+  if (swizzled(row, col, pitch) != swizzled(row, col / 8 * 8, pitch) + col % 8) return;
+""",
+    "The stage's result is right, as it asks for the first element of a chunk only. But an element loses its "
+    "place in its chunk: swizzled(row, col, pitch) must be col % 8 more than where the chunk begins, and the "
+    "chunk stays whole.")
 
 EXERCISES = [
     Exercise(
@@ -62,11 +96,17 @@ Number by number the result is right, too, but shared memory needs many more wav
                   (LOAD_K, LOAD_K.replace("k * Bc", "k % 8 * Bc").replace("(k)", "(k % 8)"))),
             wrong("query and key exchanged", r"^wrong result.*query and key have changed places",
                   (OUTER_PRODUCT, "add_outer_product(S_reg, key, query);")),
-            wrong("number by number", r"^too much traffic.*wavefronts",
+            wrong("number by number", r"^too much traffic.*wavefronts.*excess is of [QK]_smem",
                   (LOAD_Q, "for (int r = 0; r < rows; r++) "
                    "query[r] = Q_smem[k * Br + (row_of(r) ^ swizzle_of(k))];"),
                   (LOAD_K, "for (int c = 0; c < cols; c++) "
-                   "key[c] = K_smem[k * Bc + (col_of(c) ^ swizzle_of(k))];")),
+                   "key[c] = K_smem[k * Bc + (col_of(c) ^ swizzle_of(k))];"), right_on_randn=True),
+            wrong("the keys number by number", r"^too much traffic.*wavefronts.*excess is of K_smem",
+                  (LOAD_K, "for (int c = 0; c < cols; c++) "
+                   "key[c] = K_smem[k * Bc + (col_of(c) ^ swizzle_of(k))];"), right_on_randn=True),
+            wrong("the first 64 k only", r"^wrong result.*first 64 columns",
+                  ("for (int k = 0; k < d; k++) {\n      float query",
+                   "for (int k = 0; k < min(d, 64); k++) {\n      float query"), right_on_randn=True),
         )),
     Exercise(
         number=13, name="P_store", title="P to shared memory without bank conflicts", lesson="06",
@@ -98,14 +138,18 @@ lane_col8() here. The result must be a multiple of 4 and less than 32. (Why?)
             "The store goes to P_smem + x * Br + (row_of(r) ^ P_swizzle(lane_col8())), for r = 0, 4, ... "
             "below `rows`. ^ binds less than +: it needs the parentheses."),
         mutants=(
-            wrong("no swizzle", r"^bank conflicts.*P_smem", ("return x % 4 * 8;", "return 0;")),
+            wrong("no swizzle", r"^bank conflicts.*P_smem", ("return x % 4 * 8;", "return 0;"),
+                    right_on_randn=True),
             wrong("a swizzle by 4 columns only", r"^bank conflicts.*P_smem",
-                  ("return x % 4 * 8;", "return x % 4 * 4;")),
+                  ("return x % 4 * 8;", "return x % 4 * 4;"), right_on_randn=True),
             wrong("every other row only", r"^bank conflicts.*P_smem",
-                  ("return x % 4 * 8;", "return x % 2 * 8;")),
+                  ("return x % 4 * 8;", "return x % 2 * 8;"), right_on_randn=True),
             wrong("columns, not groups of them", r"^misaligned", ("return x % 4 * 8;", "return x % 4;")),
+            wrong("a function for the CPU", r"^does not compile.*P_swizzle\(\), which lacks __device__",
+                  ("__device__ __forceinline__ int P_swizzle(int x) { return x % 4 * 8; }",
+                   "inline int P_swizzle(int x) { return x % 4 * 8; }"), right_on_randn=True),
             wrong("a multiple of 32 banks", r"^bank conflicts.*P_smem",
-                  ("return x % 4 * 8;", "return x % 2 * 32;")),
+                  ("return x % 4 * 8;", "return x % 2 * 32;"), right_on_randn=True),
             wrong("a plain store", r"^wrong result.*c \^ P_swizzle",
                   (STORE_P, "store4(P_smem + x * Br + row_of(r),")),
             wrong("the first four only", r"^uninitialised.*P_smem",
@@ -119,7 +163,7 @@ lane_col8() here. The result must be a multiple of 4 and less than 32. (Why?)
         )),
     Exercise(
         number=14, name="ldmatrix", title="Where lanes point ldmatrix to", lesson="07", direction="fwd",
-        stage="mma", sections=("row and column",), score=("wavefronts",),
+        stage="mma", sections=("row and column",), score=("wavefronts", "barriers"), at_most={"barriers": 1},
         specification="""
 ldmatrix_x4 brings four matrices of 8 x 8 elements. Lane 8 * i + r of the warp points to row r of matrix i,
 and register i then holds matrix i, as the header draws a[0]. Give each lane its row and column within a block
@@ -152,6 +196,13 @@ of the left 8 columns of B, 2 and 3 those of the right 8. B is K^T in the one pr
                    "const int K_row = lane % 16, K_col = lane / 16 * 8;")),
             wrong("V as K", r"^wrong result.*16 x 16 of V two blocks",
                   ("const int V_row = Q_row, V_col = Q_col;", "const int V_row = K_row, V_col = K_col;")),
+            wrong("keys in another order than the mask", r"^wrong result.*two halves have changed places",
+                  ("const int K_row = lane / 16 * 8 + lane % 8,", "const int K_row = (lane / 16 * 8 + lane "
+                                                                  "% 8) ^ 8,"),
+                  ("const int V_row = Q_row,", "const int V_row = Q_row ^ 8,"), right_on_randn=True),
+            wrong("a barrier to be safe", r"^too many barriers",
+                  ("const int V_row = Q_row, V_col = Q_col;",
+                   "const int V_row = Q_row, V_col = Q_col;\n  __syncthreads();"), right_on_randn=True),
             wrong("as if two matrices were asked for", r"^wrong result.*the last 8 are the first 8",
                   ("const int K_row = lane / 16 * 8 + lane % 8, K_col = lane / 8 % 2 * 8;",
                    "const int K_row = lane % 8, K_col = lane / 8 % 2 * 8;")),
@@ -195,6 +246,13 @@ the left and the right half of a block of O_reg, which are two tiles of 8 column
             wrong("high and low exchanged", r"^wrong result.*in every register of P",
                   ("(acc[2 * k + n][0], acc[2 * k + n][1])", "(acc[2 * k + n][1], acc[2 * k + n][0])"),
                   ("(acc[2 * k + n][2], acc[2 * k + n][3])", "(acc[2 * k + n][3], acc[2 * k + n][2])")),
+            wrong("fp16 for every type", r"^wrong result.*\(L is right.\).*bf16",
+                  ("A[2 * n] = pack<ELEMENT>", "A[2 * n] = pack<__half>"),
+                  ("A[2 * n + 1] = pack<ELEMENT>", "A[2 * n + 1] = pack<__half>"), right_on_randn=True),
+            wrong("64 columns of O", r"^wrong result.*only the first 64 columns",
+                  ("for (int n = 0; n < width / 16; n++) {\n        uint32_t V_frag",
+                   "for (int n = 0; n < min(4, width / 16); n++) {\n        uint32_t V_frag"),
+                  right_on_randn=True),
             wrong("V without trans", r"^wrong result.*no 8 x 8 of V is transposed",
                   ("ldmatrix_x4_trans(V_frag", "ldmatrix_x4(V_frag")),
             wrong("V's rows and columns exchanged", r"^wrong result.*block of V for k and n",
@@ -207,7 +265,7 @@ the left and the right half of a block of O_reg, which are two tiles of 8 column
     Exercise(
         number=16, name="swizzle", title="The swizzle", lesson="08", direction="fwd", stage="swizzle",
         sections=("its index",), common=("swizzle.cuh",), score=("wavefronts",),
-        at_most={"wavefronts": 1.05},
+        at_most={"wavefronts": 1.05}, probes=(WHOLE_CHUNKS,),
         specification="""
 Write what swizzled(row, col, pitch) of stages/common/swizzle.cuh returns, which stands in this file: where
 the element (row, col) of a tile is, counted in elements from the tile's start. A row has `pitch` elements, a
@@ -217,8 +275,8 @@ whole. In row r, chunk c goes to the place that the header gives:
   c ^ r % 8
 
 Everything in the stage goes through it: so any arrangement that loses no element gives the right result.
-But ldmatrix reads one chunk each of 8 rows at a time, and these must be in different banks. A plain tile,
-which stage mma has, is refused for its bank conflicts.
+The check asks for all elements of a chunk. And ldmatrix reads one chunk each of 8 rows at a time, and these
+must be in different banks. A plain tile, which stage mma has, is refused for its bank conflicts.
 """,
         hints=(
             "col is an element, not a chunk. Which bits of col are the number of its chunk, and which its "
@@ -226,7 +284,10 @@ which stage mma has, is refused for its bank conflicts.
             "Chunk c starts at element 8 * c. What must be xored to col, so that c becomes c ^ r % 8?",
             "return row * pitch + (...); % and * go before ^, and so does +, hence the parentheses."),
         mutants=(
-            wrong("a plain tile", r"^bank conflicts.*[QKV]_smem.*ldmatrix", ("(col ^ row % 8 * 8)", "col")),
+            wrong("a plain tile", r"^bank conflicts.*[QKV]_smem.*ldmatrix", ("(col ^ row % 8 * 8)", "col"),
+                  right_on_randn=True),
+            wrong("chunks without what is in them", r"^wrong result.*loses its place in its chunk",
+                  ("(col ^ row % 8 * 8)", "(col / 8 ^ row % 8) * 8"), right_on_randn=True),
             wrong("elements, not chunks", r"^misaligned", ("(col ^ row % 8 * 8)", "(col ^ row % 8)")),
             wrong("all bits of the row", r"^out of bounds",
                   ("(col ^ row % 8 * 8)", "(col ^ row * 8)")),
@@ -241,7 +302,8 @@ which stage mma has, is refused for its bank conflicts.
         )),
     Exercise(
         number=17, name="pipeline", title="Copies under way", lesson="09", direction="fwd", stage="cp_async",
-        sections=("the head of a tile", "the next tile is on its way"), score=("hbm", "wavefronts"),
+        sections=("the head of a tile", "the next tile is on its way"),
+        score=("hbm", "wavefronts", "barriers"), at_most={"barriers": 1}, probes=(UNDER_WAY,),
         specification="""
 There are two buffers each for K and V: tile j is in buffer j % 2 of K_smem and of V_smem. Before the loop the
 copies of Q and of tile 0 were started. Keep the copies one tile in front of the products.
@@ -257,6 +319,7 @@ Second blank, after S_ij is made: if there is a tile j + 1 before mask.end_j(i),
 K and of V, by copy_tile, to `next_buffer`; and make the copies a group that can be waited for.
 
 cp_async_wait and cp_async_commit are explained in stages/common/ptx.cuh. A wait is for a thread's own copies.
+The check looks whether copies are under way while P V_j is made, and counts the barriers: one a tile.
 """,
         hints=(
             "Two things are needed at the head: one for this thread's copies, one for all threads. In which "
@@ -268,6 +331,14 @@ cp_async_wait and cp_async_commit are explained in stages/common/ptx.cuh. A wait
             "copy_tile<threads>(K_smem + next_buffer, tile_index, K, p.K.stride_n, (j + 1) * Bc, Bc, p.N_k), "
             "if j + 1 < mask.end_j(i); V likewise; then cp_async_commit()."),
         mutants=(
+            wrong("a wait right after the commit", r"^no overlap.*not under way",
+                  (COMMIT, f"{COMMIT}\n      cp_async_wait<0>();"), right_on_randn=True),
+            wrong("a copy at the head, and a wait for it", r"^no overlap.*not under way",
+                  (NEXT_TILE, "    cp_async_commit();\n"), (BUFFERS, f"{BUFFERS}\n{NEXT_TILE}    "
+                                                                     f"cp_async_wait<0>();"),
+                  right_on_randn=True),
+            wrong("a second barrier", r"^too many barriers", (BARRIER, f"{BARRIER}    __syncthreads();\n"),
+                  right_on_randn=True),
             wrong("no wait", r"^race.*cp_async_wait", (WAIT + BARRIER, BARRIER)),
             wrong("a group may be under way", r"^race.*cp_async_wait",
                   (WAIT + BARRIER, "    cp_async_wait<1>();\n" + BARRIER)),
@@ -276,7 +347,7 @@ cp_async_wait and cp_async_commit are explained in stages/common/ptx.cuh. A wait
             wrong("one buffer for both", r"^race.*[KV]_smem",
                   ("next_buffer = (j + 1) % 2 * Bc * pitch;", "next_buffer = buffer;")),
             wrong("no commit", r"^race.*cp_async_wait",
-                  ("(j + 1) * Bc, Bc, p.N_k);\n      cp_async_commit();", "(j + 1) * Bc, Bc, p.N_k);")),
+                  (COMMIT, "(j + 1) * Bc, Bc, p.N_k);")),
             wrong("the tile that is there already", r"^wrong result.*tile of keys is the one before",
                   ("K, p.K.stride_n, (j + 1) * Bc, Bc, p.N_k);", "K, p.K.stride_n, j * Bc, Bc, p.N_k);"),
                   ("V, p.V.stride_n, (j + 1) * Bc, Bc, p.N_k);", "V, p.V.stride_n, j * Bc, Bc, p.N_k);")),
@@ -284,4 +355,6 @@ cp_async_wait and cp_async_commit are explained in stages/common/ptx.cuh. A wait
                   ("      copy_tile<threads>(V_smem + next_buffer, tile_index, V, p.V.stride_n, "
                    "(j + 1) * Bc, Bc, p.N_k);\n", "")),
         )),
+
+
 ]

@@ -1,0 +1,67 @@
+"""What no result shows: looked at in a copy of the learner's file, with lines of the checker's own in it."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Probe:
+    """Lines that are put into a copy of a learner's file, which is then run once.
+
+    Attributes:
+        old, new: a text that is there exactly once, outside of the blanks; and what takes its place. (Spaces
+            and comments may differ from `old`.)
+        message: what to tell if the probe shows a mistake.
+        under_way: arrays whose copies must be under way: the probe reads them, and each must be a race with a
+            copy. None: the run must have no finding.
+    """
+
+    old: str
+    new: str
+    message: str
+    under_way: tuple[str, ...] = ()
+
+    def insert(self, text: str) -> str | None:
+        """The text with the probe, all in the line of `old`, or None if its place is not there."""
+        words = [re.escape(word) for word in self.old.split()]
+        places = list(re.finditer(r"(?:\s|//[^\n]*\n)*".join(words), text))
+        if len(places) != 1:
+            return None
+        start, end = places[0].span()
+        return text[:start] + " ".join(self.new.split()) + text[end:]
+
+
+# ------------------------------------------------------------------------------------ what nvcc would refuse
+_NOT_CODE = re.compile(r'//[^\n]*|/\*.*?\*/|"(?:\\.|[^"\\\n])*"', re.S)
+_FUNCTION = re.compile(r"(?:^|(?<=[;}\n]))[ "
+                       r"\t]*(?!#)(?P<head>(?:template\s*<[^<>]*>\s*)?[A-Za-z_][\w\s:<>,*&]*?"
+                       r"[\s*&])(?P<name>\w+)\s*\((?P<parameters>[^;{}]*?)\)\s*(?:const\s*)?\{")
+
+
+def without_device(text: str) -> tuple[str, int] | None:
+    """(name, line) of the first function that a kernel uses, but that nvcc would make for the CPU only."""
+    code = _NOT_CODE.sub(lambda m: re.sub(r"[^\n]", " ", m.group()), text)
+    functions, position = [], 0
+    while found := _FUNCTION.search(code, position):
+        end = _closing(code, found.end() - 1)
+        functions.append((found, code[found.end():end]))
+        position = max(end, found.end())
+    on_device = [body for found, body in functions if re.search(r"__(device|global)__", found["head"])]
+    for found, _ in functions:
+        if re.search(r"__(device|global)__", found["head"]):
+            continue
+        if any(re.search(rf"(?<![\w.]){found['name']}\s*\(", body) for body in on_device):
+            return found["name"], code.count("\n", 0, found.start("name")) + 1
+    return None
+
+
+def _closing(code: str, start: int) -> int:
+    """The position after the brace that closes the one at `start`."""
+    depth = 0
+    for brace in re.finditer(r"[{}]", code[start:]):
+        depth += 1 if brace.group() == "{" else -1
+        if depth == 0:
+            return start + brace.end()
+    return len(code)
