@@ -34,10 +34,12 @@ class Probe:
 
 
 # ------------------------------------------------------------------------------------ what nvcc would refuse
-_NOT_CODE = re.compile(r'//[^\n]*|/\*.*?\*/|"(?:\\.|[^"\\\n])*"', re.S)
-_FUNCTION = re.compile(r"(?:^|(?<=[;}\n]))[ "
-                       r"\t]*(?!#)(?P<head>(?:template\s*<[^<>]*>\s*)?[A-Za-z_][\w\s:<>,*&]*?"
-                       r"[\s*&])(?P<name>\w+)\s*\((?P<parameters>[^;{}]*?)\)\s*(?:const\s*)?\{")
+# Bounded, and with ends that may be missing: no text takes a time that grows with the square of its length.
+_NOT_CODE = re.compile(r'//[^\n]*|/\*.*?(?:\*/|\Z)|"(?:\\.|[^"\\\n])*"?', re.S)
+_FUNCTION = re.compile(
+    r"(?:^|(?<=[;}\n]))[ \t]{0,100}(?!#)(?P<head>(?:template\s{0,9}<[^<>]{0,200}>\s{0,100})?"
+    r"[A-Za-z_][\w\s:<>,*&]{0,200}?[\s*&])(?P<name>\w{1,100})\s{0,9}\((?P<parameters>[^;{}]{0,1000}?)\)"
+    r"\s{0,100}(?:const\s{0,9})?\{")
 
 
 def without_device(text: str) -> tuple[str, int] | None:
