@@ -64,6 +64,7 @@ __global__ void masks_that_differ(const float* x, float* out, unsigned* count) {
   const unsigned mask = lane < 16 ? 0x0000ffff : 0xffff0000;
   //! buggy: const unsigned mask = lane < 16 ? 0x0001ffff : 0xffff0000;
   out[lane] = __shfl_xor_sync(mask, x[lane], 1);
+  __syncwarp();
 }
 
 // A block of 48 threads: in its second warp there are 16 lanes.
@@ -113,6 +114,7 @@ __global__ void syncwarp_in_a_branch(const float* x, float* out, unsigned* count
   if (lane < 16) __syncwarp(0x0000ffff);
   //! buggy: if (lane < 16) __syncwarp();
   out[lane] = lane < 16 ? tile[lane ^ 1] : 0.f;
+  __syncwarp();
 }
 
 //! error or deadlock or barrier <<<1, 32>>>
