@@ -49,7 +49,7 @@ def _message(f: dict, element: str, parties: tuple[Party, ...]) -> str:
             return (f"barrier in {kernel}: lanes of a warp that name each other in their masks meet in "
                     f"different calls of {f['text']}, {both}; all lanes of a mask must make the same call")
         return (f"barrier in {kernel}: the threads of a block wait at different ones, {both}; "
-                "a __syncthreads() must be reached by all threads of the block, or by none")
+                "a __syncthreads() is for all threads of the block that have not returned")
     *others, p = parties
     verb = {"read": "reads", "write": "writes", "atomic": "updates", "copy": "copies to",
             "source": "copies from"}
