@@ -316,6 +316,7 @@ def check_file(args: argparse.Namespace) -> int:
         case = WATCHED
         tiles = stage.tiles(case[5], shared_memory_per_block(torch.device("cpu")), 1, bool(case[6]))
         call = Call(stage, case, "cpu", tuple(tiles.items()))
+    notes: list[str] = []
     columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn()
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
         task = bar.add_task(stage.name, total=len(todo) + bool(inspecting))
@@ -323,12 +324,14 @@ def check_file(args: argparse.Namespace) -> int:
             if problem := tried(run):
                 return failed(console, stage, problem, one)
             bar.advance(task)
-        if inspecting and (problem := tried(functools.partial(watched, call))):
+        if inspecting and (problem := tried(functools.partial(watched, call, notes))):
             return failed(console, stage, problem, call)
     where = " and ".join({"cpu": "the simulator", "cuda": "the GPU"}[d] for d in devices)
     checked = ", and the checker found nothing" if inspecting else f"; no checker: {inspecting}"
     number = "1 call" if len(todo) == 1 else f"{len(todo)} calls"
     console.print(f"[bold green]ok[/]: {stage} is right in {number}, in {where}{escape(checked)}.")
+    for note in notes:
+        console.print(f"note: {escape(note)}")
     return 0
 
 
@@ -340,10 +343,11 @@ def tried(run: Callable[[], str]) -> str:
         return str(error)
 
 
-def watched(call: Call) -> str:
-    """What the checker finds."""
+def watched(call: Call, notes: list[str]) -> str:
+    """What the checker finds; its notes are added to notes."""
     with inspection.inspect() as report:
         problem = tried(call.run)
+    notes += map(str, report.notes)
     return "\n".join(map(str, report.findings)) or problem
 
 

@@ -123,6 +123,7 @@ __global__ void __launch_bounds__(threads, 1) forward_kernel(FwdParams p) {
       }
     }
   }                                                                      // line 11
+  cp_async_wait<0>();                       // no copy outlives its block: of a tile of Q that sees no key
 
   #pragma unroll
   for (int r = 0; r < 2; r++) {

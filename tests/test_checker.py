@@ -99,7 +99,7 @@ WRONG_KERNELS = [  # name, what is found, on which element
     ("reads_neighbour", "race", r"out\[\d+\]"),
     ("fence_missing", "race", r"out\[\d+\]"),
     ("misaligned", "misaligned", r"x\[\d+\]"),
-    ("early_return", "deadlock", ""),
+    ("barrier_for_some", "deadlock", ""),
     ("barrier_in_loop", "deadlock", ""),
     ("two_barriers", "barrier", ""),
     ("write_after_two_reads", "race", r"tile\[\d+\]"),
@@ -130,7 +130,7 @@ WRONG_KERNELS = [  # name, what is found, on which element
      r"A_smem\[-1\], outside of the 256 bytes of dynamic shared memory"),
     ("vector_past_the_end_of_shared", "out of bounds", r"a\[60\]"),
 ]
-ENDS_THE_LAUNCH = {"off_by_one", "before_the_start", "wild_pointer", "early_return", "barrier_in_loop",
+ENDS_THE_LAUNCH = {"off_by_one", "before_the_start", "wild_pointer", "barrier_for_some", "barrier_in_loop",
                    "vector_past_the_end", "copy_from_past_the_end", "dynamic_before_the_start"}
 OWN_COPY = {"copy_not_waited_for", "write_over_a_copy", "two_copies_to_one_place"}  # of the same thread
 
@@ -835,7 +835,7 @@ def test_wrong_row_of_the_workspace_is_uninitialised(tmp_path):
 
 def test_error_of_a_kernel_is_raised_and_found(tmp_path):
     file = mutated(tmp_path, "flash2", lambda text: text.replace(
-        "extern __shared__", "if (threadIdx.x == 5) return;\n  extern __shared__"))
+        "extern __shared__", "if (threadIdx.x == 5) __syncwarp(0x60);\n  extern __shared__"))
     q, k, v = random_qkv(1, 1, 1, 64, 64, 16, "cpu")
     with pytest.raises(RuntimeError, match="deadlock"), flash.inspect() as report:
         flash.attention(q, k, v, stage=file)

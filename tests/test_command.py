@@ -150,6 +150,17 @@ def test_check(capsys, folder, small_grid, after, bwd):
     assert re.match(rf"ok: (backward )?stage 'mine' is right in \d+ calls, in the simulator.*{watched}", out)
 
 
+@pytest.mark.skipif(not flash.can_inspect(), reason=str(flash.can_inspect()))
+def test_check_shows_notes(capsys, folder, small_grid):
+    """Threads that have left before a barrier are no mistake: the check passes, and says so."""
+    end = "}\n\nsize_t workspace_bytes("
+    own(capsys, "flash2", (end, f"  if (warp == 0) return;\n  __syncthreads();\n{end}"))
+    status, out, err = run(capsys, "check", "mine.cuh")
+    assert (status, err) == (0, "")
+    assert re.search(r"ok: stage 'mine' is right.*\nnote: portability in forward_kernel: thread 0 of block 0 "
+                     r"has returned before the others pass __syncthreads\(\) at mine.cuh:\d+", out)
+
+
 @pytest.mark.parametrize("changes, message", [
     ([("mask.sees(row, col)", "true")],
      "O: error .*, allowed .*; L: error .*\nin the call B=1 H=2 H_kv=1 N_q=40 N_k=50 d=16, causal, float32, "

@@ -190,6 +190,16 @@ def test_shuffles(device, threads, widths, type_, dtype):
             assert out.tolist() == shuffled(x.tolist(), sources.tolist(), width, distance), (width, distance)
 
 
+@pytest.mark.parametrize("seed", ["", "1", "2", "3"])
+def test_threads_that_have_exited_are_not_waited_for(device, monkeypatch, seed):
+    monkeypatch.setenv("FLASH_SIM_SEED", seed)
+    out = empty(40, 4, device=device)
+    check_call("exits", out, device=device)
+    odd = 0xAAAAAAAA
+    assert out.tolist() == [[10 * (63 - t), 35, ctypes.c_int(odd if t < 32 else odd & 0xFF).value, t ^ 1]
+                            for t in range(40)]
+
+
 @pytest.mark.parametrize("mask", [FULL, 0x00FF_FF0F, 0x8000_0001, 0x0000_0100])
 @pytest.mark.parametrize("predicates", ["some", "none", "all"])
 def test_votes(device, mask, predicates):
@@ -492,17 +502,19 @@ DEADLOCK = "deadlock: no thread of the block can go on\n"
 REPORTS = [  # by the numbers of run_waiting; {name}: the line of that comment
     "divergent_barrier, block (0, 0, 0): "
     + DEADLOCK
-    + "  threads 3-39, 43-79, 83-95 have returned from the kernel\n"
-    "  threads 0-2, 40-42, 80-82 wait at __syncthreads() at {divergent barrier} (9 of 96 threads are there)",
+    + "  threads 0-2, 40-42, 80-82 wait at __syncthreads() at {divergent barrier} "
+    "(9 of 96 threads are there)\n"
+    "  threads 3-39, 43-79, 83-95 wait at __syncwarp() at {warp that waits}",
     "two_barriers, block (0, 0, 0): " + DEADLOCK + "  threads 34-63 have returned from the kernel\n"
-    "  threads 0-6, 8-33 wait at __syncthreads() at {barrier 1} (34 of 64 threads are there)\n"
-    "  threads 7 wait at __syncthreads_count() at {barrier 2} (34 of 64 threads are there)",
+    "  threads 0-6, 8-32 wait at __syncthreads() at {barrier 1} (33 of 34 threads are there)\n"
+    "  threads 7 wait at __syncthreads_count() at {barrier 2} (33 of 34 threads are there)\n"
+    "  threads 33 wait at __syncwarp() at {the other lane}",
     "different_operations, block (0, 0, 0), thread (7, 0, 0) at {ballot}: lanes of one warp are at different "
     "operations: __shfl_sync() at {shuffle}, and __ballot_sync() here",
     "different_masks, block (0, 0, 0), thread (1, 0, 0) at {half mask}: lanes of one warp are at different "
     "operations: __shfl_xor_sync() at {whole mask}, and __shfl_xor_sync() here (their masks differ)",
-    "returned_lane, block (0, 0, 0): " + DEADLOCK + "  threads 0-31, 35 have returned from the kernel\n"
-    "  threads 32-34, 36-63 wait at __shfl_down_sync() at {returned lane}",
+    "returned_lane, block (0, 0, 0), thread (63, 0, 0) at {returned lane}: __shfl_down_sync(): lane 2 reads "
+    "lane 3, which has returned from the kernel",
     "not_in_mask, block (0, 0, 0), thread (0, 0, 0) at {own mask}: __any_sync(): the lane that calls is not "
     "in its own mask",
     "reads_outside, block (0, 0, 0), thread (15, 0, 0) at {outside}: __shfl_sync(): lane 0 reads lane 19, "

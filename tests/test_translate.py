@@ -150,6 +150,18 @@ def test_the_text(source, expected):
             "this form of a kernel launch is not understood: write `kernel<<<grid, block, bytes",
         ),
         ("void f() {\n  k<<<1, 2>>(x);\n}", 2, "this form of a kernel launch is not understood"),
+        (
+            "__global__ void __launch_bounds__(32, 2)\nouter(float* x) {\n  if (x) {\n"
+            "    k<64><<<1, 2>>>(x);\n  }\n}",
+            4,
+            "outer() launches k<64> from the device: kernels are launched by the host",
+        ),
+        (
+            "void f() { k<<<1, 2>>>(); }\n"
+            "template <int n> static __host__ __device__ int g() { k<<<n, 2>>>(); }",
+            2,
+            "g() launches k from the device",
+        ),
         ("void f() {\n  k<<<1, 2>>>(x;\n}", 2, "this form of a kernel launch is not understood"),
         ("void f() {\n  table[0]<<<1, 2>>>(x);\n}", 2, "this form of a kernel launch is not understood"),
     ],
@@ -157,6 +169,35 @@ def test_the_text(source, expected):
 def test_unknown_syntax_is_refused_at_its_line(source, line, message):
     with pytest.raises(TranslationError, match=f"^{re.escape(f'/a/f.cuh:{line}: {message}')}"):
         translate(source, "/a/f.cuh")
+
+
+POISONED = {
+    "float x;": ["x"],
+    "float O_reg[4][rows], m[2], l;": ["O_reg", "m", "l"],
+    "alignas(16) float x[8];": ["x"],
+    "volatile float x;": ["x"],
+    "std::pair<int, float> x;": ["x"],
+    "if (a) { float x; x = a; }": ["x"],
+    "float x = 1.f;": [],
+    "float x[2] = {};": [],
+    "return x;": [],
+    "static float x[4];": [],
+    "extern float x;": [],
+    "using T = float; typedef float F; struct S { float x; int i[3]; };": [],
+    "x = a * b;": [],
+    "f(x);": [],
+    "float& x = y;": [],
+    "goto end;": [],
+}
+
+
+@pytest.mark.parametrize("code, names", POISONED.items())
+def test_variables_without_a_value(code, names):
+    """Of functions; not those of a file, which are 0, nor members."""
+    text = f"struct A {{\n  float a;\n}};\nfloat b;\n__device__ void f(float c) {{\n  {code}\n}}\n"
+    translated = translate(text, "f.cu")
+    assert re.findall(r"SIM_POISON\((\w+)\)", translated) == names
+    assert re.sub(r" SIM_POISON\(\w+\)", "", translated) == f'#line 1 "f.cu"\n{text}'
 
 
 def test_a_refusal_reaches_the_user_of_build(tmp_path):
@@ -245,7 +286,8 @@ def test_reports_name_the_line_of_the_original(tmp_path):
     for name, threads in (("a", 40), ("b", 50)):
         (tmp_path / name).mkdir()
         (tmp_path / name / "same.cuh").write_text(
-            "\n" * threads + f"__global__ void {name}() {{ if (threadIdx.x < {threads}) __syncthreads(); }}\n"
+            "\n" * threads + f"__global__ void {name}() {{ if (threadIdx.x < {threads}) __syncthreads(); "
+            "__syncwarp(); }\n"
         )
     source.write_text(
         '#include <cuda_runtime.h>\n#include "a/same.cuh"\n#include "b/same.cuh"\n'

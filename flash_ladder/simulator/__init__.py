@@ -73,12 +73,14 @@ def compile_flags(debug: bool, checked: bool = False) -> list[str]:
     -fstack-clash-protection: a large local array touches every page on its way down, so it cannot jump over
     the page that ends a thread's stack into the stack of another one.
 
-    checked: every load and store calls the checker (runtime/hooks.cpp). One access of the source stays one
-    access: nothing is vectorised, split, or made a call of memcpy.
+    checked: every load and store calls the checker (runtime/hooks.cpp), and so does an index outside of a
+    local array. One access of the source stays one access: nothing is vectorised, split, or made a call of
+    memcpy.
     """
     optimisation = ["-O0", "-g3"] if debug else ["-O1" if checked else "-O2", "-g", "-march=native"]
     if checked:
-        optimisation += ["-DSIM_CHECKED", "-fsanitize=thread", "--param=tsan-instrument-func-entry-exit=0",
+        optimisation += ["-DSIM_CHECKED", "-fsanitize=thread,bounds",
+                         "--param=tsan-instrument-func-entry-exit=0",
                          "-fno-tree-sra", "-fno-tree-vectorize", "-fno-tree-slp-vectorize",
                          "-fno-tree-loop-distribute-patterns", "-U_FORTIFY_SOURCE",
                          *(f"-fno-builtin-{name}" for name in ("memcpy", "memmove", "memset"))]

@@ -39,20 +39,28 @@ def _message(f: dict, element: str, parties: tuple[Party, ...]) -> str:
     if f["what"] in ("deadlock", "error"):
         from . import resolve_addresses
         return resolve_addresses(f["text"])
+    if f["what"] == "portability":
+        return (f"portability in {kernel}: {parties[0]} has returned before the others pass {f['text']} at "
+                f"{parties[0].place}. GPUs since Volta do not wait for it (CUDA C++ Programming Guide: "
+                "all non-exited threads); earlier ones may hang")
     if f["what"] == "barrier":
         both = ", ".join(f"{p} at {p.place}" for p in parties)
+        if f["text"]:
+            return (f"barrier in {kernel}: lanes of a warp that name each other in their masks meet in "
+                    f"different calls of {f['text']}, {both}; all lanes of a mask must make the same call")
         return (f"barrier in {kernel}: the threads of a block wait at different ones, {both}; "
-                "a __syncthreads() must be reached by all threads of the block, or by none")
+                "a __syncthreads() is for all threads of the block that have not returned")
     *others, p = parties
-    verb = {"read": "reads", "write": "writes", "atomic": "updates", "copy": "copies to"}
+    verb = {"read": "reads", "write": "writes", "atomic": "updates", "copy": "copies to",
+            "source": "copies from"}
     if f["what"] == "race":
         q = others[0]
         if p.block != q.block:
             remedy = ("blocks run in any order: give each its own elements, use atomics (with "
                       "__threadfence() where one orders other accesses), or make it two kernels")
-        elif q.kind == "copy" and p.thread == q.thread:
+        elif q.kind in ("copy", "source") and p.thread == q.thread:
             remedy = "the copy may still be under way: the thread must wait for it first" + WAIT
-        elif q.kind == "copy":
+        elif q.kind in ("copy", "source"):
             remedy = (f"the thread that copies must wait for its copy{WAIT}, and then a barrier must follow"
                       + _barrier_for_warp(p, q))
         elif p.place == q.place and p.kind == q.kind:
@@ -63,7 +71,17 @@ def _message(f: dict, element: str, parties: tuple[Party, ...]) -> str:
                 remedy += ", in a loop between its rounds; or use atomics"
         return (f"race in {kernel} on {element}: {q} {verb[q.kind]} it at {sites[0]}, "
                 f"{p} {verb[p.kind]} it at {sites[1]}, and nothing orders the two; {remedy}")
-    does = f"{p} {verb[p.kind]} "
+    if f["what"] == "copy":
+        return (f"copy in {kernel}: {p} ends while its copy to {element} may still be under way, started "
+                f"at {sites[0]}; it must wait for it first{WAIT}")
+    does = f"{p} {verb.get(p.kind, 'takes')} "
+    if f["what"] == "uninitialised" and f["text"] == "a local variable":
+        does = f"{does}{element}" if element else f"{p} rounds to 16 bits"
+        return (f"uninitialised in {kernel}: {does} at {sites[0]}, a value that comes from a local variable "
+                "which nothing has written")
+    if f["what"] == "uninitialised" and f["text"]:
+        return (f"uninitialised in {kernel}: {does}{f['bytes']} bytes from {element} on at {sites[0]}, "
+                "a part of which nothing has written")
     if f["what"] == "out of bounds":
         what = element or f["text"]
         if element and "outside" not in element:
@@ -90,6 +108,7 @@ class Report:
 
     Attributes:
         findings: list of Finding: mistakes. Empty for a correct kernel.
+        notes: list of Finding: what is right on GPUs since Volta, and may be wrong on earlier ones.
         more_findings: whether there were more, in other instructions, than the checker keeps: 100.
         kernels: list of Kernel, in the order of their first launch.
         accesses: list of Access: per kernel, line and array.
@@ -101,6 +120,7 @@ class Report:
 
     def __init__(self, runtime: Path):
         self.findings: list[Finding] = []
+        self.notes: list[Finding] = []
         self.more_findings = False
         self.kernels: list[Kernel] = []
         self.accesses: list[Access] = []
@@ -125,7 +145,7 @@ class Report:
                                                ctypes.c_void_p(valid.data_ptr()), int(initialised))
         if number < 0:
             raise ValueError(f"inspect(): too little memory to watch the {x.nbytes:,} bytes of {name}: "
-                             "the checker needs about 20 times as much for floats")
+                             "the checker needs about 30 times as much for floats")
         array = Array(number, name, region, start, tuple(x.shape), tuple(s * element for s in strides),
                        element)
         self._arrays.append(array)
@@ -234,7 +254,9 @@ class Report:
             first = found.setdefault((f["what"], f["kernel"], array, frozenset(lines)), f)
             if first is not f:
                 first["count"] += f["count"]
-        self.findings = [self._finding(f, places) for f in found.values()]
+        all_found = [self._finding(f, places) for f in found.values()]
+        self.notes = [f for f in all_found if f.what == "portability"]
+        self.findings = [f for f in all_found if f.what != "portability"]
         self.findings.sort(key=lambda f: f.what == "uninitialised")  # often what a race leads to
 
     def _finding(self, f: dict, places: list[Place]) -> Finding:
@@ -278,11 +300,15 @@ class Report:
                 name: {str(lane): x for lane, x in getattr(a, name).items()}
                 for name in ("example", "example_elements")}
 
+        def finding(f: Finding) -> dict:
+            return {"what": f.what, "kernel": f.kernel, "element": f.element, "count": f.count,
+                    "message": f.message,
+                    "parties": [{"block": list(p.block), "thread": list(p.thread), "kind": p.kind,
+                                 "place": place(p.place)} for p in f.parties]}
+
         return {
-            "findings": [{"what": f.what, "kernel": f.kernel, "element": f.element, "count": f.count,
-                          "message": f.message,
-                          "parties": [{"block": list(p.block), "thread": list(p.thread), "kind": p.kind,
-                                       "place": place(p.place)} for p in f.parties]} for f in self.findings],
+            "findings": [finding(f) for f in self.findings],
+            "notes": [finding(f) for f in self.notes],
             "more_findings": self.more_findings,
             "kernels": [vars(k) | {"grid": list(k.grid), "block": list(k.block),
                                    "barriers": k.barriers, "warp_barriers": k.warp_barriers,

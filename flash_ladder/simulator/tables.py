@@ -36,7 +36,7 @@ def report(r: Report) -> Group:
         return Group(Text("The report is complete at the end of the with block."))
     if not r.kernels and not r.findings:
         return Group(Text("No kernel was seen. Libraries of your own must be built with checked=True."))
-    parts = [_findings_part(r.findings, r.more_findings)]
+    parts = [_findings_part(r.findings, r.more_findings), *_described(r.notes)]
     for kernel in r.kernels:
         accesses = [a for a in r.accesses if a.kernel == kernel.name]
         parts += [Text(""), _kernel_heading(kernel), _traffic_table(kernel)]
@@ -66,13 +66,18 @@ def _findings_part(findings: list[Finding], more: bool):
     title = f"{len(findings)} finding{'s' * (len(findings) > 1)}"
     if more:
         title += ", and more that are not kept: mend these, and look again"
-    lines: list[Text | Padding] = [Text(title, style="bold red")]
+    return Group(Text(title, style="bold red"), *_described(findings))
+
+
+def _described(findings: list[Finding]) -> list[Text | Padding]:
+    """What each of them says, and its lines of the source."""
+    lines: list[Text | Padding] = []
     for finding in findings:
         lines.append(Padding(Text(finding.message), (0, 0, 0, 2)))
         for place in dict.fromkeys(finding.places):
             if place.text:
                 lines.append(Padding(Text(f"{place}: {place.text}", style="dim"), (0, 0, 0, 4)))
-    return Group(*lines)
+    return lines
 
 
 def _kernel_heading(k: Kernel) -> Text:

@@ -12,6 +12,10 @@ Three pieces of syntax are not, and are rewritten here:
 And where a pointer X_smem is declared, the checker is told its name:
 
     float* K_smem = smem + Br * d;                 ->  the same, and SIM_NAME_SHARED(K_smem)
+
+And where a variable is declared without a value, it learns that nothing has written it:
+
+    float O_reg[4];                                ->  the same, and SIM_POISON(O_reg)
 """
 
 import re
@@ -29,6 +33,11 @@ _NAMED_PART = re.compile(  # a whole statement: type, *, name
     r"(?<=[;{}])\s*(?!else\b|do\b|return\b)[\w:]+(?:[\w:\s]|<[\w:,\s]*>)*\*\s*"
     r"(?:const\s+|__restrict__\s+)*"
     r"(?P<name>\w+_smem)\s*=[^;{}]*;")
+_WITHOUT_VALUE = re.compile(  # a whole statement: type, and names with extents or without
+    rf"(?:^|(?<=[;{{}}]))[ \t]*{_ALIGNMENT}(?:volatile\s+)?"
+    r"(?!(?:return|goto|delete|throw|else|using|typedef|struct|class|union|enum|static|extern|case|new)\b)"
+    r"[\w:]+(?:\s*<[\w:,\s]*>)?\s+(?P<names>\w+\s*(?:\[[^\];]*\]\s*)*"
+    r"(?:,\s*\w+\s*(?:\[[^\];]*\]\s*)*)*);", re.M)
 _NO_FUNCTION = rf"\b(?:struct|class|union|namespace|extern)\b\s*{_ALIGNMENT}[^;{{}}()]*$"  # before a brace
 _OTHER_CUDA_SYNTAX = {
     r"\b__shared__\b": "this form of __shared__ is not understood: declare one array a statement, as in "
@@ -54,7 +63,8 @@ def translate(source: str, path: str) -> str:
         TranslationError: for CUDA syntax outside of what the module's docstring lists.
     """
     code = _blank(source)
-    edits = sorted([*_launches(source, code, path), *_shared_arrays(source, code, path), *_named_parts(code)])
+    edits = sorted([*_launches(source, code, path), *_shared_arrays(source, code, path), *_named_parts(code),
+                    *_without_value(code)])
     _refuse_the_rest(code, edits, path)
     pieces, position = [f'#line 1 "{path}"\n'], 0
     for start, end, replacement in edits:
@@ -94,10 +104,26 @@ def _launches(source: str, code: str, path: str):
         if opening is None or start < 0 or closing < 0:
             raise _error(code, launch.start(), path, _OTHER_CUDA_SYNTAX["<<<"])
         kernel = source[start:launch.start()].strip()
+        if function := _device_function(code, launch.start()):
+            raise _error(code, launch.start(), path,
+                         f"{function}() launches {kernel} from the device: kernels are launched by the host "
+                         "(in launch(), say). CUDA allows this with dynamic parallelism only, which stages "
+                         "are not built with")
         name = " ".join(kernel.split()).replace('"', "")
         comma = ", " if code[opening.end():closing - 1].strip() else ""
         configuration = source[launch.end():end]
         yield start, opening.end(), f'::sim::Launcher({configuration})("{name}", {kernel}{comma}'
+
+
+def _device_function(code: str, position: int) -> str:
+    """The name of the __global__ or __device__ function that a position is in, or ""."""
+    for brace in _open_braces(code, position):
+        head = re.split(r"[;{}]", code[:brace])[-1]
+        if re.search(r"\b__(?:global|device)__\b", head):
+            head = re.sub(r"\b(?:__launch_bounds__|__align__|alignas)\s*\([^()]*\)", "", head)
+            name = re.search(r"(\w+)\s*\(", head)
+            return name[1] if name else "a __device__ function"
+    return ""
 
 
 def _kernel_start(code: str, end: int) -> int:
@@ -144,6 +170,14 @@ def _named_parts(code: str):
         *_, brace = [None, *_open_braces(code, pointer.start())]
         if brace is not None and not re.search(_NO_FUNCTION, code[:brace]):
             yield pointer.end(), pointer.end(), f" SIM_NAME_SHARED({pointer['name']})"
+
+
+def _without_value(code: str):
+    for variables in _WITHOUT_VALUE.finditer(code):
+        *_, brace = [None, *_open_braces(code, variables.start())]
+        if brace is not None and not re.search(_NO_FUNCTION, code[:brace]):
+            names = re.findall(r"(\w+)\s*(?:\[[^\]]*\]\s*)*(?:,|$)", variables["names"])
+            yield variables.end(), variables.end(), "".join(f" SIM_POISON({name})" for name in names)
 
 
 def _open_braces(code: str, position: int) -> list[int]:

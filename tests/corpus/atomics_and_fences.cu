@@ -254,3 +254,33 @@ __global__ void lock_without_a_fence(const float* x, float* out, unsigned* count
   //! buggy:
   atomicExch(&count[0], 0u);
 }
+
+// Within a block its own fence is enough, on both sides.
+//! race <<<1, 64>>>
+__global__ void fence_of_the_block_within_it(const float* x, float* out, unsigned* count) {
+  __shared__ float value;
+  if (threadIdx.x == 0) {
+    value = x[0];
+    __threadfence_block();
+    //! buggy:
+    atomicExch(&count[0], 1u);
+  } else if (threadIdx.x == 32) {
+    while (!atomicAdd(&count[0], 0u)) __nanosleep(20);
+    __threadfence_block();
+    out[0] = value;
+  }
+}
+
+//! race <<<2, 32>>>
+__global__ void reader_fences_its_block_alone(const float* x, float* out, unsigned* count) {
+  if (threadIdx.x) return;
+  if (blockIdx.x == 0) {
+    out[0] = x[0];
+    __threadfence();
+    atomicExch(&count[0], 1u);
+  } else if (atomicAdd(&count[0], 0u)) {
+    __threadfence();
+    //! buggy: __threadfence_block();
+    out[1] = out[0];
+  }
+}

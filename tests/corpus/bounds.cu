@@ -214,3 +214,23 @@ __global__ void constant_past_the_end(const float* x, float* out, unsigned* coun
   out[threadIdx.x] = TABLE[threadIdx.x % 4];
   //! buggy: out[threadIdx.x] = TABLE[threadIdx.x % 5];
 }
+
+// Rows of shared memory lie one after the other: an index may run through all of them, and not further.
+//! out of bounds <<<1, 33>>>
+__global__ void rows_as_one(const float* x, float* out, unsigned* count) {
+  __shared__ float tile[8][33];
+  const int rows = 8;
+  //! buggy: const int rows = 9;
+  for (int row = 0; row < rows; row++) tile[0][33 * row + threadIdx.x] = x[threadIdx.x];
+  out[threadIdx.x] = tile[7][threadIdx.x];
+}
+
+struct Fragment { float x[4]; };
+//! out of bounds <<<1, 32>>>
+__global__ void member_past_the_end(const float* x, float* out, unsigned* count) {
+  Fragment a = {}, b = {};
+  const int last = 3 + int(count[0]);
+  //! buggy: const int last = 4 + int(count[0]);
+  for (int k = 0; k <= last; k++) a.x[k] = b.x[3 - k % 4] = x[k];
+  out[threadIdx.x] = a.x[threadIdx.x % 4] + b.x[threadIdx.x % 4];
+}

@@ -350,3 +350,19 @@ __global__ void copy_of_nothing(const float* x, float* out, unsigned* count) {
   cp_async_wait<0>();
   out[200 + t] = tile[4 * t];
 }
+
+// The other warp writes when this one has waited, and nothing tells it so.
+//! race <<<1, 64>>>
+__global__ void source_overwritten_after_the_wait(const float* x, float* out, unsigned* count) {
+  __shared__ __align__(16) float tile[256];
+  const int t = threadIdx.x;
+  for (int k = 0; k < 4; k++) out[4 * t + k] = x[k];
+  cp_async_16(shared_address(tile + 4 * t), out + 4 * t);
+  cp_async_commit();
+  __syncthreads();
+  cp_async_wait<0>();
+  __syncthreads();
+  //! buggy:
+  out[4 * (63 - t)] = 0.f;
+  out[300 + t] = tile[4 * t];
+}

@@ -1,4 +1,5 @@
 // Reads of what nothing has written: in shared, global and local memory.
+#include <cuda_fp16.h>
 #include <cuda_runtime.h>
 
 //! uninitialised <<<1, 64>>>
@@ -167,4 +168,68 @@ __global__ void end_of_a_local_array(const float* x, float* out, unsigned* count
   for (int k = 0; k < 8 + int(count[0]); k++) row[k] = x[k];
   //! buggy: for (int k = 0; k < 7 + int(count[0]); k++) row[k] = x[k];
   out[threadIdx.x] = row[threadIdx.x % 8];
+}
+
+// A whole struct is read, of which four bytes are padding: only the numbers must have been written.
+struct Best { float value; long long index; };
+//! uninitialised <<<1, 32>>>
+__global__ void struct_with_padding(const float* x, float* out, unsigned* count) {
+  __shared__ Best best[32];
+  best[threadIdx.x].value = x[threadIdx.x];
+  best[threadIdx.x].index = threadIdx.x;
+  //! buggy:
+  __syncthreads();
+  const Best other = best[31 - threadIdx.x];
+  out[threadIdx.x] = other.value + other.index;
+}
+
+//! uninitialised <<<1, 32>>>
+__global__ void one_number_of_a_vector(const float* x, float* out, unsigned* count) {
+  for (int k = 0; k < 4; k++) out[4 * threadIdx.x + k] = x[k];
+  //! buggy: for (int k = 0; k < 3; k++) out[4 * threadIdx.x + k] = x[k];
+  const float4 four = reinterpret_cast<const float4*>(out)[threadIdx.x];
+  out[200 + threadIdx.x] = four.x + four.w;
+}
+
+//! uninitialised <<<1, 32>>>
+__global__ void local_variable_in_shared_memory(const float* x, float* out, unsigned* count) {
+  __shared__ float tile[32];
+  float value;
+  if (threadIdx.x < 32) value = x[threadIdx.x];
+  //! buggy: if (threadIdx.x < 31) value = x[threadIdx.x];
+  tile[threadIdx.x] = -2.f * value;
+  __syncthreads();
+  out[threadIdx.x] = fmaxf(tile[31 - threadIdx.x], 0.f);
+}
+
+//! uninitialised <<<1, 32>>>
+__global__ void local_variable_in_16_bits(const float* x, float* out, unsigned* count) {
+  __shared__ __half tile[32];
+  float sum[2];
+  sum[0] = sum[1] = x[threadIdx.x];
+  //! buggy: sum[0] = x[threadIdx.x];
+  tile[threadIdx.x] = __float2half(sum[0] + sum[1]);
+  __syncthreads();
+  out[threadIdx.x] = __half2float(tile[31 - threadIdx.x]);
+}
+
+//! uninitialised <<<1, 32>>>
+__global__ void local_variable_in_an_atomic(const float* x, float* out, unsigned* count) {
+  __shared__ float total;
+  float mine;
+  mine = x[threadIdx.x];
+  //! buggy: if (threadIdx.x) mine = x[threadIdx.x];
+  if (threadIdx.x == 0) total = 0.f;
+  __syncthreads();
+  atomicAdd(&total, mine);
+  __syncthreads();
+  out[threadIdx.x] = total;
+}
+
+//! uninitialised <<<1, 32>>>
+__global__ void local_vector(const float* x, float* out, unsigned* count) {
+  float4 four;
+  four.x = four.y = four.z = four.w = x[threadIdx.x];
+  //! buggy: four.x = four.y = four.z = x[threadIdx.x];
+  reinterpret_cast<float4*>(out)[threadIdx.x] = four;
 }

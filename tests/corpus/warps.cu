@@ -64,6 +64,7 @@ __global__ void masks_that_differ(const float* x, float* out, unsigned* count) {
   const unsigned mask = lane < 16 ? 0x0000ffff : 0xffff0000;
   //! buggy: const unsigned mask = lane < 16 ? 0x0001ffff : 0xffff0000;
   out[lane] = __shfl_xor_sync(mask, x[lane], 1);
+  __syncwarp();
 }
 
 // A block of 48 threads: in its second warp there are 16 lanes.
@@ -113,6 +114,7 @@ __global__ void syncwarp_in_a_branch(const float* x, float* out, unsigned* count
   if (lane < 16) __syncwarp(0x0000ffff);
   //! buggy: if (lane < 16) __syncwarp();
   out[lane] = lane < 16 ? tile[lane ^ 1] : 0.f;
+  __syncwarp();
 }
 
 //! error or deadlock or barrier <<<1, 32>>>
@@ -175,4 +177,24 @@ __global__ void mma_by_half_a_warp(const float* x, float* out, unsigned* count) 
   //! buggy: if (lane < 16) mma_m16n8k16<__half>(d, a, b);
   out[lane] = d[0];
   __syncwarp();
+}
+
+//! error <<<1, 32>>>
+__global__ void exited_lane_is_read(const float* x, float* out, unsigned* count) {
+  const int lane = threadIdx.x;
+  if (lane >= 24) return;
+  out[lane] = __shfl_sync(0xffffffff, x[lane], 23);
+  //! buggy: out[lane] = __shfl_sync(0xffffffff, x[lane], 24);
+}
+
+// ldmatrix and mma need the whole warp: exited lanes are not made up for (PTX ISA, mma).
+//! error or deadlock <<<1, 32>>>
+__global__ void mma_after_an_exit(const float* x, float* out, unsigned* count) {
+  const int lane = threadIdx.x;
+  float d[4] = {0.f, 0.f, 0.f, 0.f};
+  const uint32_t a[4] = {0, 0, 0, 0}, b[2] = {0, 0};
+  if (lane >= 32) return;
+  //! buggy: if (lane >= 31) return;
+  mma_m16n8k16<__half>(d, a, b);
+  out[lane] = d[0];
 }

@@ -62,9 +62,11 @@ extern "C" const char* run_initially(float* out, int n, int blocks) {
 // -------------------------------------------------------------------------------- threads that wait for ever
 __global__ void divergent_barrier() {
   if (threadIdx.x % 40 < 3) __syncthreads();  // HERE: divergent barrier
+  __syncwarp();  // HERE: warp that waits
 }
-__global__ void two_barriers() {       // of 64 threads, 30 leave; the rest is not enough
+__global__ void two_barriers() {       // 30 of 64 threads leave, and are not waited for
   if (threadIdx.x >= 34) return;
+  if (threadIdx.x == 33) __syncwarp(0x3);  // HERE: the other lane
   if (threadIdx.x == 7) __syncthreads_count(1);  // HERE: barrier 2
   else __syncthreads();  // HERE: barrier 1
 }

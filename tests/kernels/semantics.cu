@@ -128,6 +128,28 @@ extern "C" const char* run_votes(const int* predicate, unsigned mask, unsigned* 
   return result();
 }
 
+// Of 96 threads, a warp leaves first, then all lanes of another but 8: barriers, votes and shuffles go on
+// without them.
+__global__ void exits(int* out) {
+  __shared__ int tile[64];
+  const int t = threadIdx.x;
+  if (t >= 64) return;
+  tile[t] = 10 * t;
+  __syncthreads();
+  const int other = tile[63 - t];
+  if (t >= 40) return;
+  const unsigned seen = __ballot_sync(0xffffffffu, t % 2);
+  const int neighbour = __shfl_xor_sync(0xffffffffu, t, 1);
+  out[4 * t + 0] = other;
+  out[4 * t + 1] = __syncthreads_count(t < 35);
+  out[4 * t + 2] = int(seen);
+  out[4 * t + 3] = neighbour;
+}
+extern "C" const char* run_exits(int* out) {
+  exits<<<1, 96>>>(out);
+  return result();
+}
+
 // The halves of a warp work apart, and not equally long; then all lanes meet. Likewise groups of four lanes.
 __global__ void halves(const int* in, int* out) {
   const int t = threadIdx.x, lane = t % 32;

@@ -212,21 +212,22 @@ __global__ void misaligned(const float* x, float* out, int fixed) {
 }
 
 // ------------------------------------------------------------------------------------------- barriers
-__global__ void early_return(const float* x, float* out, int n, int fixed) {
+__global__ void barrier_for_some(const float* x, float* out, int n, int fixed) {
   __shared__ float tile[64];
-  if (!fixed && threadIdx.x >= n) return;
   tile[threadIdx.x] = x[threadIdx.x];
-  __syncthreads();  // HERE: early_return 1
+  if (fixed || threadIdx.x < n) __syncthreads();  // HERE: barrier_for_some 1
+  __syncwarp();  // HERE: barrier_for_some 2
   if (threadIdx.x < n) out[threadIdx.x] = tile[n - 1 - threadIdx.x];
 }
 __global__ void barrier_in_loop(const float* x, float* out, int fixed) {
   __shared__ float sum;
   if (threadIdx.x == 0) sum = 0.f;
-  const int rounds = fixed ? 2 : 1 + threadIdx.x / 32;
+  const int rounds = fixed ? 2 : 1 + threadIdx.x % 32 / 16;
   for (int i = 0; i < rounds; i++) {
     __syncthreads();  // HERE: barrier_in_loop 1
     if (threadIdx.x == i) sum += x[i];
   }
+  __syncwarp();  // HERE: barrier_in_loop 2
   if (fixed) __syncthreads();
   out[threadIdx.x] = fixed ? sum : 0.f;
 }
@@ -373,6 +374,7 @@ __global__ void copy_not_waited_for(const float* x, float* out, int fixed) {
   cp_async_commit();
   if (fixed) cp_async_wait<0>();
   out[t] = tile[4 * t];  // HERE: copy_not_waited_for 2
+  cp_async_wait<0>();
 }
 // A thread waits for its own copies only: the others need the barrier after that.
 __global__ void copy_waited_for_too_late(const float* x, float* out, int fixed) {
@@ -396,6 +398,7 @@ __global__ void copy_of_a_later_group(const float* x, float* out, int fixed) {
   cp_async_wait<1>();
   __syncthreads();
   out[t] = tile[fixed ? 1 : 2][4 * (63 - t)];  // HERE: copy_of_a_later_group 2
+  cp_async_wait<0>();
 }
 __global__ void copy_over_what_is_read(const float* x, float* out, int fixed) {
   __shared__ __align__(16) float tile[256];
@@ -459,7 +462,7 @@ extern "C" const char* run_wrong(int which, const float* x, float* out, unsigned
     case 16: reads_neighbour<<<2, 32>>>(out, fixed); break;
     case 17: fence_missing<<<3, 64>>>(out, count, fixed); break;
     case 18: misaligned<<<1, 32>>>(x, out, fixed); break;
-    case 19: early_return<<<1, 64>>>(x, out, 50, fixed); break;
+    case 19: barrier_for_some<<<1, 64>>>(x, out, 50, fixed); break;
     case 20: barrier_in_loop<<<1, 64>>>(x, out, fixed); break;
     case 21: two_barriers<<<1, 64>>>(x, out, fixed); break;
     case 22: write_after_two_reads<<<1, 64>>>(x, out, fixed); break;

@@ -38,9 +38,9 @@ class Verdict:
 
     Attributes:
         reason: "" if it passed; else "not started", "changed", "does not compile", "race", "out of bounds",
-            "misaligned", "uninitialised", "barrier", "deadlock", "error", "wrong result", "too much traffic",
-            "bank conflicts", "too many barriers", "no overlap", "not deterministic", "time limit" or
-            "unreadable".
+            "misaligned", "uninitialised", "barrier", "copy", "deadlock", "error", "wrong result",
+            "too much traffic", "bank conflicts", "too many barriers", "no overlap", "not deterministic",
+            "time limit" or "unreadable".
         message: in words.
         cases: the calls that were right.
         score: by resource, [the learner's, the reference's].

@@ -40,7 +40,7 @@ extern "C" void sim_atomic(AtomicOp op, ScalarType type, void* address, void* va
   if (worker->launch->checked) {
     const size_t bytes = type == ScalarType::DOUBLE || type >= ScalarType::INT64 ? 8 : 4;
     const Kind kind = op == AtomicOp::EXCHANGE ? Kind::EXCHANGE : Kind::ATOMIC;
-    observe(address, bytes, kind, __builtin_return_address(0), true);
+    observe(address, bytes, kind, __builtin_return_address(0), Asks::BOTH, value);
     order_by_atomic(*worker->current, address);
   }
   switch (type) {

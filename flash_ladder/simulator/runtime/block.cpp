@@ -123,7 +123,7 @@ static std::string deadlock_report(Worker& w) {
     if (f.state != State::RETURNED) {
       state = std::string("wait at ") + f.waits_for + at(f.site);
       if (f.state == State::AT_BARRIER)
-        state += " (" + std::to_string(w.barrier.waiting.size()) + " of " + std::to_string(w.fibers.size()) +
+        state += " (" + std::to_string(w.barrier.waiting.size()) + " of " + std::to_string(w.alive) +
                  " threads are there)";
     }
     if (threads_by_state[state].empty()) w.error_sites.emplace_back(f.thread_index, f.site);
@@ -149,6 +149,9 @@ extern "C" void sim_fiber_main() {   // the first function on every fiber's stac
   }
   w.current->state = State::RETURNED;
   w.alive--;
+  if (w.launch->checked) thread_has_ended(w);
+  leave_warp(w);
+  leave_barrier(w);
   give_way();
   __builtin_unreachable();
 }

@@ -211,6 +211,16 @@ static void check_race_with(const Lanes& l, const Fiber& f, int access, int arra
   }
 }
 
+// Who has started a copy from here, and has not waited for it?
+static void found_race_with_source(int access, int array, uint64_t offset, size_t bytes) {
+  const char* p = checker->arrays[array]->base + offset;
+  for (const Fiber& f : worker->fibers)
+    for (const Copy& c : f.copies)
+      if (p < c.from + c.valid && c.from < p + bytes)
+        return found_race(access, array, offset, bytes, f.number, checker->block,
+                          number_of(c.pc, array, Kind::SOURCE));
+}
+
 static void check_races(const Cell& c, const Fiber& f, int access, int array, uint64_t offset, size_t bytes) {
   const Kind kind = checker->accesses[access].kind;
   if (c.copying) {
@@ -219,31 +229,36 @@ static void check_races(const Cell& c, const Fiber& f, int access, int array, ui
   } else {
     check_race_with(c.write, f, access, array, offset, bytes);
   }
+  if (c.sources && kind != Kind::READ) found_race_with_source(access, array, offset, bytes);
   if (!is_atomic(kind))
     for (const Lanes& l : c.atomics) check_race_with(l, f, access, array, offset, bytes);
   if (kind != Kind::READ)
     for (const Lanes& l : c.reads) check_race_with(l, f, access, array, offset, bytes);
 }
 
-static void note(Lanes (&done)[2], const Fiber& f, uint16_t access) {
+template <size_t size> static void note(Lanes (&done)[size], const Fiber& f, uint16_t access) {
   const uint32_t block = checker->block;
   const unsigned lane = 1u << f.lane;
-  Lanes* place = nullptr;
+  Lanes *place = nullptr, *own = nullptr;
   for (Lanes& l : done) {
-    if (l.lanes && l.warp == f.warp && l.block == block && l.time == f.now) {
+    const bool is_own = l.lanes && l.warp == f.warp && l.block == block;
+    if (is_own && l.time == f.now) {
       l.lanes |= lane;
       l.access = access;
       return;
     }
+    if (is_own) own = &l;
     if (!l.lanes || is_past(f, l)) place = &l;       // what all know of can be forgotten
   }
-  if (!place) place = &done[done[0].warp != f.warp || done[0].block != block];
+  if (!place) place = own ? own : &done[size - 1];
   *place = {lane, f.now, block, uint16_t(f.warp), access};
 }
 
-static void note_write(Cell& c, const Fiber& f, uint16_t access) {
+static void note_write(Cell& c, const Fiber& f, uint16_t access, size_t bytes) {
   c.write = {1u << f.lane, f.now, checker->block, uint16_t(f.warp), access};
-  for (Lanes* done : {c.reads, c.atomics}) done[0].lanes = done[1].lanes = 0;
+  c.bytes = uint8_t(bytes);
+  for (Lanes& l : c.reads) l.lanes = 0;
+  for (Lanes& l : c.atomics) l.lanes = 0;
   c.copying = checker->accesses[access].kind == Kind::COPY;
 }
 
@@ -262,14 +277,29 @@ static Counters& counters_of(uint16_t access, const Memory& m) {
   return c;
 }
 
-static void check_cells(const Fiber& f, Memory& m, int array, uint16_t access, uint64_t offset,
-                        size_t bytes) {
+// Whether something is read that nothing has written, though a part of it may have been. Of 16 bytes, four
+// may be the padding of a struct, beside a number of 8.
+static bool lacks_a_part(const Memory& m, size_t first, size_t last, size_t bytes) {
+  const size_t half = (last + 1 - first) / 2;
+  size_t lacking[2] = {0, 0};
+  bool as_in_a_struct = false;
+  for (size_t i = first; i <= last; i++) {
+    lacking[half && i - first >= half] += !(m.state[i] & Memory::INITIALISED);
+    as_in_a_struct |= m.cells[i].bytes == 8;
+  }
+  if (bytes < 16 || lacking[0] == half || lacking[1] == half) return lacking[0] + lacking[1];
+  return !as_in_a_struct && (lacking[0] + lacking[1]) << m.shift >= 4;
+}
+
+static void check_cells(const Fiber& f, Memory& m, int array, uint16_t access, uint64_t offset, size_t bytes,
+                        bool all_written) {
   const Kind kind = checker->accesses[access].kind;
   const uint32_t epoch = array == SHARED ? checker->block_epoch : checker->launch;
   Traffic* traffic = array == SHARED ? nullptr : &checker->kernel->traffic[array];
   Counters* counters = array == SHARED ? nullptr : &counters_of(access, m);
   const size_t first = offset >> m.shift, last = (offset + bytes - 1) >> m.shift;
-  bool initialised = false;            // any of it: in the copy of a struct, its padding is not
+  const bool needs_value = kind == Kind::READ || kind == Kind::ATOMIC;
+  size_t initialised = 0;
   for (size_t i = first; i <= last; i++) {
     Cell& c = m.cells[i];
     if (c.epoch != epoch) {
@@ -281,7 +311,7 @@ static void check_cells(const Fiber& f, Memory& m, int array, uint16_t access, u
       counters->unique += m.granule();
     }
     check_races(c, f, access, array, std::max<uint64_t>(offset, i << m.shift), bytes);
-    initialised |= m.state[i] & Memory::INITIALISED;
+    initialised += (m.state[i] & Memory::INITIALISED) != 0;
     if (kind != Kind::WRITE) {
       if (traffic && !c.read) traffic->unique_read += m.granule();
       c.read = true;
@@ -293,10 +323,11 @@ static void check_cells(const Fiber& f, Memory& m, int array, uint16_t access, u
     }
     if (kind == Kind::READ) note(c.reads, f, access);
     else if (is_atomic(kind)) note(c.atomics, f, access);
-    else note_write(c, f, access);
+    else note_write(c, f, access, bytes);
   }
-  const bool needs_value = kind == Kind::READ || kind == Kind::ATOMIC;
-  if (needs_value && !initialised) found_about("uninitialised", access, array, offset, bytes);
+  if (needs_value && initialised <= last - first &&
+      (!initialised || (all_written && lacks_a_part(m, first, last, bytes))))
+    found_about("uninitialised", access, array, offset, bytes, initialised ? "a part" : "");
 }
 
 // The array nearest to an address that is in none, if one is near; else null.
@@ -352,11 +383,41 @@ bool is_watched(const void* address) {
   return size_t(static_cast<const char*>(address) - w->current->stack) >= STACK_BYTES;  // a local variable
 }
 
-void observe(const void* address, size_t bytes, Kind kind, const void* pc, bool aligned) {
+// A local variable starts as this NaN (device.h), and so does what is computed from it.
+static bool is_poison(const char* value, size_t bytes) {
+  for (; bytes >= 4; value += 4, bytes -= 4) {
+    uint32_t bits;
+    memcpy(&bits, value, 4);
+    if ((bits & 0x7fffffffu) == POISON) return true;
+  }
+  return false;
+}
+
+static void found_poison(uint16_t access, int array, int64_t offset, size_t bytes) {
+  found_about("uninitialised", access, array, offset, bytes, "a local variable");
+}
+
+static void look_at_stored(Fiber& f) {
+  const char* p = f.stored;
+  f.stored = nullptr;
+  if (!is_poison(p, f.stored_bytes)) return;
+  const int array = checker->accesses[f.stored_access].array;
+  const Memory& m = array == SHARED ? *checker->shared : *checker->arrays[array];
+  found_poison(f.stored_access, array, p - m.base, f.stored_bytes);
+}
+
+// A value that came from a local variable which nothing has written is made one of 16 bits.
+extern "C" void sim_poison_rounded() {
+  if (!checker || !worker || !worker->current || !worker->launch->checked) return;
+  found_poison(number_of(__builtin_return_address(0), NO_ARRAY, Kind::READ), NO_ARRAY, 0, 0);
+}
+
+void observe(const void* address, size_t bytes, Kind kind, const void* pc, Asks asks, const void* operand) {
   if (!is_watched(address)) return;
   if (interrupted()) fail(why_interrupted());
   Worker* w = worker;
-  const Fiber& f = *w->current;
+  Fiber& f = *w->current;
+  if (f.stored) look_at_stored(f);
   const char* p = static_cast<const char*>(address);
 
   int array = SHARED;
@@ -372,10 +433,19 @@ void observe(const void* address, size_t bytes, Kind kind, const void* pc, bool 
   if (m.granule() > bytes) m.refine(bytes == 1 ? 0 : 1);
   checker->kernel->accesses++;
   count_access(access, f.warp, f.lane, offset, bytes);
+  const bool aligned = asks == Asks::ALIGNMENT || asks == Asks::BOTH;
   if (aligned && reinterpret_cast<uintptr_t>(p) % bytes)
     found_about("misaligned", access, array, offset, bytes);
-  if (within(m, offset, bytes)) check_cells(f, m, array, access, offset, bytes);
-  else found_about("out of bounds", access, array, offset, bytes);
+  if (!within(m, offset, bytes)) return found_about("out of bounds", access, array, offset, bytes);
+  check_cells(f, m, array, access, offset, bytes, asks == Asks::ALL_WRITTEN || asks == Asks::BOTH);
+  f.worked = f.now;
+  if (kind == Kind::WRITE && bytes >= 4) {
+    f.stored = p;
+    f.stored_bytes = uint16_t(bytes);
+    f.stored_access = access;
+  }
+  if (operand && is_poison(static_cast<const char*>(operand), bytes))
+    found_poison(access, array, offset, bytes);
 }
 
 // A lane of the running thread's warp gets what another one has asked for, by ldmatrix: it reads it, too.
@@ -394,15 +464,35 @@ void observe_for_lane(int lane, const void* address, size_t bytes, const void* p
   w.current = self;
 }
 
+// The cells that a copy reads, and the number of their array.
+template <class F> static void each_source(const Copy& copy, F f) {
+  if (!copy.valid) return;
+  const int array = find_array(copy.from);
+  if (array == NO_ARRAY) return;             // a __device__ variable
+  Memory& m = *checker->arrays[array];
+  const uint64_t offset = copy.from - m.base;
+  for (uint64_t i = offset >> m.shift; i <= (offset + copy.valid - 1) >> m.shift; i++) f(m.cells[i], array);
+}
+
+// From now on until its thread has waited for it, its source is read.
+void copy_has_started(const Copy& copy) {
+  each_source(copy, [](Cell& c, int) { c.sources++; });
+}
+
 // Its thread has waited for it: for that thread it is written, for others once they synchronise with it.
 void copy_has_landed(Fiber& f, const Copy& copy) {
   Memory& m = *checker->shared;
   const uint64_t offset = copy.to - m.base;
   const uint16_t access = number_of(copy.pc, SHARED, Kind::COPY);
   for (uint64_t i = offset >> m.shift; i <= (offset + copy.bytes - 1) >> m.shift; i++) {
-    note_write(m.cells[i], f, access);
+    note_write(m.cells[i], f, access, 16);
     m.cells[i].copying = false;
   }
+  each_source(copy, [&](Cell& c, int array) {
+    c.sources--;
+    note(c.reads, f, number_of(copy.pc, array, Kind::SOURCE));
+  });
+  f.worked = f.now;
 }
 
 // -------------------------------------------------------------------------------- a launch
@@ -439,6 +529,22 @@ void begin_checked_block(Worker& w) {
 void end_checked_block(Worker& w) {
   checker->kernel->shared_bytes = std::max(checker->kernel->shared_bytes, w.shared_bytes);
   flush_all_requests(w.warps.size());
+  for (Fiber& f : w.fibers) {
+    f.stored = nullptr;
+    for (const Copy& copy : f.copies) {
+      each_source(copy, [](Cell& c, int) { c.sources--; });
+      if (!w.error.empty()) continue;
+      const int access = number_of(copy.pc, SHARED, Kind::COPY);
+      found({"copy", "", SHARED, "", copy.to - w.shared, copy.bytes,
+             {{f.thread_index, w.block_index, Kind::COPY, access, {}}}, "", 0});
+    }
+  }
+}
+
+// It can wait for nothing any more, and nobody for it.
+void thread_has_ended(Worker& w) {
+  Fiber& f = *w.current;
+  if (f.stored) look_at_stored(f);
 }
 
 void shared_array_declared(Worker&, const SharedArray& a) {
@@ -448,10 +554,10 @@ void shared_array_declared(Worker&, const SharedArray& a) {
 }
 
 // -------------------------------------------------------------------------------- synchronisation
-// Whether all of the block's threads wait at the same barrier of the source.
-static void check_one_barrier(const Worker& w, const std::vector<Fiber*>& all) {
+// Whether the block's threads, or lanes of a warp, wait at the same barrier of the source.
+static void check_one_barrier(const Worker& w, const std::vector<Fiber*>& fibers, const char* of_a_warp) {
   std::vector<Party> parties;
-  for (const Fiber* f : all) {
+  for (const Fiber* f : fibers) {
     const bool known = std::any_of(parties.begin(), parties.end(), [&](const Party& p) {
       return p.site.line == f->site.line && !strcmp(p.site.file, f->site.file);
     });
@@ -460,7 +566,16 @@ static void check_one_barrier(const Worker& w, const std::vector<Fiber*>& all) {
   if (parties.size() < 2) return;
   std::sort(parties.begin(), parties.end(),
             [](const Party& a, const Party& b) { return a.site.line < b.site.line; });
-  found({"barrier", "", SHARED, "", 0, 0, parties, "", 0});
+  found({"barrier", "", SHARED, "", 0, 0, parties, of_a_warp, 0});
+}
+
+// Not a mistake: a GPU since Volta goes on without the threads that have returned from the kernel.
+static void note_exits(const Worker& w, const Fiber& here) {
+  const auto exited = std::find_if(w.fibers.begin(), w.fibers.end(),
+                                   [](const Fiber& f) { return f.state == State::RETURNED; });
+  if (exited == w.fibers.end()) return;
+  const Party gone{exited->thread_index, w.block_index, Kind::READ, 0, here.site};
+  found({"portability", "", SHARED, "", 0, 0, {gone}, here.waits_for, 0});
 }
 
 static void count_barrier(Site site, const char* name) {
@@ -472,23 +587,44 @@ static void count_barrier(Site site, const char* name) {
   same->count++;
 }
 
-void barrier_reached(Worker& w, const std::vector<Fiber*>& all, const char* name) {
-  count_barrier(w.current->site, name);
+void barrier_reached(Worker& w, const std::vector<Fiber*>& all) {
+  count_barrier(all.back()->site, all.back()->waits_for);
   flush_all_requests(w.warps.size());
-  check_one_barrier(w, all);
+  check_one_barrier(w, all, "");
+  if (all.size() < w.fibers.size()) note_exits(w, *all.back());
   synchronise(all);
 }
 
-void warp_synchronised(Worker& w, int warp, const WarpOperation& op, bool orders_memory) {
-  unsigned lanes = op.mask;
+void warp_synchronised(Worker& w, int warp, const WarpOperation& op) {
+  unsigned lanes = op.arrived;
   const size_t first = size_t(warp) * WARP_SIZE;
   const size_t count = std::min<size_t>(w.fibers.size() - first, WARP_SIZE);
-  if (unsigned(__builtin_popcount(lanes)) == count) flush_requests(warp);
-  if (!orders_memory) return;
-  count_barrier(op.site, op.name);
+  const size_t left = count - size_t(__builtin_popcount(w.warps[warp].exited));
+  if (size_t(__builtin_popcount(lanes)) == left) flush_requests(warp);
   std::vector<Fiber*> fibers;
   for (; lanes; lanes &= lanes - 1) fibers.push_back(&w.fibers[first + __builtin_ctz(lanes)]);
+  check_one_barrier(w, fibers, op.name);
+  if (!op.orders_memory) return;
+  count_barrier(op.site, op.name);
   synchronise(fibers);
+}
+
+// Of a local array, or of a __device__ variable: the compiler knows how long they are (-fsanitize=bounds).
+void index_outside(Site site, int64_t index, const std::string& name, const std::string& type) {
+  Worker& w = *worker;
+  const std::string element = (name.empty() ? "an array" : name) + "[" + std::to_string(index) + "]";
+  const std::string text = element + ", outside of its type " + type;
+  found({"out of bounds", "", NO_ARRAY, "", index, 0,
+         {{w.current->thread_index, w.block_index, Kind::READ, 0, site}}, text, 0});
+  w.error_is_found = true;
+  fail("access out of bounds, " + text, site);
+}
+
+// Of the running thread, which goes on.
+void mistake_found(const std::string& message, Site site) {
+  const Worker& w = *worker;
+  found({"error", "", SHARED, "", 0, 0, {{w.current->thread_index, w.block_index, Kind::READ, 0, site}},
+         describe(w) + at(site) + ": " + message, 0});
 }
 
 // What ended the launch, unless it is a finding already.

@@ -22,7 +22,8 @@ namespace sim {
 enum class Kind : uint8_t {
   READ, WRITE, ATOMIC,
   EXCHANGE,                    // an atomic; it needs no old value
-  COPY                         // a write that is made some time before its thread's wait for it has ended
+  COPY,                        // a write that is made some time before its thread's wait for it has ended
+  SOURCE                       // the read that goes with it
 };
 
 inline bool is_atomic(Kind kind) { return kind == Kind::ATOMIC || kind == Kind::EXCHANGE; }
@@ -38,7 +39,7 @@ struct Past {
 };
 void begin_time(Worker& w);                                    // of a block
 void synchronise(const std::vector<Fiber*>& fibers);           // now each knows what any of them knows
-void fence(Fiber& f);
+void fence(Fiber& f, Scope scope);
 void order_by_atomic(Fiber& f, const void* address);
 void forget_atomics();
 bool has_happened(const Fiber& f, uint32_t block, unsigned thread, uint32_t time);
@@ -54,8 +55,10 @@ struct Cell {
   uint32_t epoch;              // in which block (shared memory) or launch (global); an older one: nothing
   bool read, written;          // in this epoch at all
   bool copying;                // `write` is a copy that may still be under way
+  uint8_t bytes;               // of the last write; 0: none
+  uint16_t sources;            // copies from here that may still be under way
   Lanes write;                 // the last plain write
-  Lanes reads[2], atomics[2];  // since then, of two warps (a third one that is not ordered pushes one out)
+  Lanes reads[3], atomics[2];  // since then, of as many warps (one more that is not ordered pushes one out)
 };
 
 struct FreeCells { void operator()(Cell* p) const; };
@@ -156,16 +159,25 @@ struct Checker {
 extern Checker* checker;       // null: nothing is inspected
 extern std::mutex checker_mutex;
 
+// What an access asks for beside memory that is there: an address that is a multiple of its size; that all of
+// it has been written, as the copy of a struct does not, which has padding.
+enum class Asks : uint8_t { NOTHING, ALIGNMENT, ALL_WRITTEN, BOTH };
+
 bool is_watched(const void* address);
-void observe(const void* address, size_t bytes, Kind kind, const void* pc, bool aligned);
+void observe(const void* address, size_t bytes, Kind kind, const void* pc, Asks asks,
+             const void* operand = nullptr);   // of an atomic
 void observe_for_lane(int lane, const void* address, size_t bytes, const void* pc);
+void copy_has_started(const Copy& copy);
 void copy_has_landed(Fiber& f, const Copy& copy);
 void begin_checked_launch(Worker& w);
 void begin_checked_block(Worker& w);
 void end_checked_block(Worker& w);
 void shared_array_declared(Worker& w, const SharedArray& array);
-void barrier_reached(Worker& w, const std::vector<Fiber*>& all, const char* name);
-void warp_synchronised(Worker& w, int warp, const WarpOperation& op, bool orders_memory);
+void barrier_reached(Worker& w, const std::vector<Fiber*>& all);
+void warp_synchronised(Worker& w, int warp, const WarpOperation& op);
+void thread_has_ended(Worker& w);
+[[noreturn]] void index_outside(Site site, int64_t index, const std::string& name, const std::string& type);
+void mistake_found(const std::string& message, Site site);
 void error_found(const Worker& w);
 std::string shared_element(const Worker& w, int64_t offset);
 

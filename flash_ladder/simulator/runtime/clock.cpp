@@ -18,7 +18,9 @@ void begin_time(Worker& w) {
   for (Fiber& f : w.fibers) {
     f.past = past;
     f.now = 1;
+    f.worked = 0;
     f.released.reset();
+    f.released_in_block.reset();
     f.to_acquire.reset();
   }
 }
@@ -26,7 +28,15 @@ void begin_time(Worker& w) {
 // A Past that is handed on has no `elsewhere`: what its thread knows of other blocks is handed on beside it.
 static void add_time(Past& to, const Past& from) {
   for (size_t i = 0; i < to.until.size(); i++) to.until[i] = std::max(to.until[i], from.until[i]);
-  to.all_until = *std::min_element(to.until.begin(), to.until.end());
+}
+
+// Up to when the work of all is known. Threads that have ended do no more of it.
+static uint32_t all_until(const Past& past) {
+  uint32_t least = ~0u;
+  for (const Fiber& f : worker->fibers)
+    if (f.state != State::RETURNED || past.until[f.number] < f.worked)
+      least = std::min(least, past.until[f.number]);
+  return least;
 }
 
 static bool knows(const Past& a, const Past& b) {   // all that b knows
@@ -56,7 +66,8 @@ static void add(std::shared_ptr<const Pasts>& to, const Pasts& from) {
 
 void synchronise(const std::vector<Fiber*>& fibers) {
   auto past = std::make_shared<Past>(*fibers[0]->past);
-  std::shared_ptr<const Pasts> released, to_acquire;
+  std::shared_ptr<const Pasts> released, released_in_block, to_acquire;
+  bool one_scope = true;             // of all fences so far
   const void *added = fibers[0]->past.get(), *added_released = nullptr, *added_to_acquire = nullptr;
   for (const Fiber* f : fibers) {
     if (f->past.get() != added) {
@@ -64,46 +75,58 @@ void synchronise(const std::vector<Fiber*>& fibers) {
       add(past->elsewhere, f->past->elsewhere);
     }
     if (f->released && f->released.get() != added_released) add(released, *f->released);
+    one_scope &= f->released_in_block == f->released;
     if (f->to_acquire && f->to_acquire.get() != added_to_acquire) add(to_acquire, *f->to_acquire);
     added = f->past.get();
     added_released = f->released.get();
     added_to_acquire = f->to_acquire.get();
   }
   for (const Fiber* f : fibers) past->until[f->number] = f->now;
-  past->all_until = *std::min_element(past->until.begin(), past->until.end());
+  past->all_until = all_until(*past);
+  if (one_scope) released_in_block = released;
+  for (const Fiber* f : fibers)
+    if (!one_scope && f->released_in_block) add(released_in_block, *f->released_in_block);
   for (Fiber* f : fibers) {
     f->past = past;
     f->released = released;
+    f->released_in_block = released_in_block;
     f->to_acquire = to_acquire;
     f->now++;
   }
 }
 
 // __threadfence(): what this thread knows can be handed on by later atomics, its own or, after a barrier,
-// those of others in the block; and what was handed to earlier ones is now known. (__threadfence_block()
-// counts as one: whether its scope is wide enough is not checked.)
-void fence(Fiber& f) {
+// those of others in the block; and what was handed to earlier ones is now known. __threadfence_block() does
+// so within the block alone.
+void fence(Fiber& f, Scope scope) {
   auto known = std::make_shared<Past>(*f.past);
   known->until[f.number] = f.now++;
   if (f.to_acquire) {
     for (auto& [block, past] : *f.to_acquire) {
       if (block == checker->block) add_time(*known, *past);
-      else add(known->elsewhere, {{block, past}});
+      else if (scope == Scope::DEVICE) add(known->elsewhere, {{block, past}});
     }
-    f.to_acquire.reset();
+    if (scope == Scope::DEVICE) f.to_acquire.reset();
   }
+  known->all_until = all_until(*known);
   f.past = known;
   auto released = std::make_shared<Pasts>(known->elsewhere);
   (*released)[checker->block] = std::make_shared<Past>(Past{known->until, known->all_until, {}});
-  f.released = released;
+  f.released_in_block = released;
+  if (scope == Scope::DEVICE) f.released = released;
 }
 
 void order_by_atomic(Fiber& f, const void* address) {
   const bool shared = size_t(static_cast<const char*>(address) - worker->shared) < ARENA_BYTES;
-  const auto key = std::make_pair(address, shared ? checker->block : ALL_BLOCKS);
-  const auto found = handed_on.find(key);
-  if (found != handed_on.end()) add(f.to_acquire, found->second);
-  if (f.released) add(handed_on[key], *f.released);
+  auto exchange = [&](uint32_t block, const std::shared_ptr<const Pasts>& mine) {
+    const auto key = std::make_pair(address, block);
+    const auto found = handed_on.find(key);
+    if (found != handed_on.end()) add(f.to_acquire, found->second);
+    if (mine) add(handed_on[key], *mine);
+  };
+  if (!shared) exchange(ALL_BLOCKS, f.released);
+  const bool in_block = shared || f.released_in_block != f.released;
+  exchange(checker->block, in_block ? f.released_in_block : nullptr);
 }
 
 void forget_atomics() { handed_on.clear(); }

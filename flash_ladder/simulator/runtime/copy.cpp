@@ -50,12 +50,13 @@ extern "C" void sim_copy_async(void* to, const void* from, size_t bytes, size_t 
            " memory must be a multiple of " + std::to_string(bytes), {file, line});
   const void* pc = __builtin_return_address(0);
   if (w.launch->checked) {
-    if (valid) observe(from, valid, Kind::READ, pc, false);
-    observe(to, bytes, Kind::COPY, pc, true);
+    if (valid) observe(from, valid, Kind::READ, pc, Asks::ALL_WRITTEN);
+    observe(to, bytes, Kind::COPY, pc, Asks::ALIGNMENT);
   }
   Fiber& f = *w.current;
   f.copies.push_back({static_cast<char*>(to), static_cast<const char*>(from), bytes, valid, f.copy_groups, pc,
                       false});
+  if (w.launch->checked) copy_has_started(f.copies.back());
   if (w.copies_land == CopiesLand::EARLY) land(f.copies.back());
   if (w.copies_land == CopiesLand::RANDOM) land_perhaps(w, f.copies.back());
 }

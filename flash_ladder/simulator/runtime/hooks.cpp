@@ -1,27 +1,53 @@
 // What a checked build calls before each load and store. It is compiled with -fsanitize=thread, which inserts
 // these calls for ThreadSanitizer's own library; here they lead to the checker instead, so the source of a
-// kernel needs no change. The address to which a call returns tells the line.
+// kernel needs no change. The address to which a call returns tells the line. -fsanitize=bounds adds a call
+// where an index may lie outside of a local array.
+#include <cctype>
 #include <cstdint>
 #include <cstring>
+#include <fstream>
+#include <string>
 
 #include "checker.h"
 
+using sim::Asks;
 using sim::Kind;
 using sim::observe;
 
 #define PC __builtin_return_address(0)
 
+namespace sim {
+// The name before the brackets of which the last one closes at a column, counted from 1; "" if there is none.
+static std::string subscripted(const char* file, unsigned line, unsigned column) {
+  std::ifstream source(file);
+  std::string text;
+  for (unsigned i = 0; i < line; i++)
+    if (!std::getline(source, text)) return "";
+  size_t end = column;
+  while (end && end <= text.size() && text[end - 1] == ']') {
+    for (int depth = 0; end--;) {
+      depth += (text[end] == ']') - (text[end] == '[');
+      if (!depth) break;
+    }
+    if (end == std::string::npos) return "";
+  }
+  if (end == column || end > text.size()) return "";
+  size_t start = end;
+  while (start && (isalnum(uint8_t(text[start - 1])) || text[start - 1] == '_')) start--;
+  return text.substr(start, end - start);
+}
+}  // namespace sim
+
 extern "C" {
 
-#define HOOKS(n)                                                                              \
-  void __tsan_read##n(void* p) { observe(p, n, Kind::READ, PC, true); }                       \
-  void __tsan_write##n(void* p) { observe(p, n, Kind::WRITE, PC, true); }                     \
-  void __tsan_unaligned_read##n(void* p) { observe(p, n, Kind::READ, PC, false); }            \
-  void __tsan_unaligned_write##n(void* p) { observe(p, n, Kind::WRITE, PC, false); }          \
-  void __tsan_volatile_read##n(void* p) { observe(p, n, Kind::READ, PC, true); }              \
-  void __tsan_volatile_write##n(void* p) { observe(p, n, Kind::WRITE, PC, true); }            \
-  void __tsan_unaligned_volatile_read##n(void* p) { observe(p, n, Kind::READ, PC, false); }   \
-  void __tsan_unaligned_volatile_write##n(void* p) { observe(p, n, Kind::WRITE, PC, false); }
+#define HOOKS_FOR(prefix, n, asks)                                                        \
+  void __tsan_##prefix##read##n(void* p) { observe(p, n, Kind::READ, PC, Asks::asks); }   \
+  void __tsan_##prefix##write##n(void* p) { observe(p, n, Kind::WRITE, PC, Asks::asks); }
+#define HOOKS(n)                                \
+  HOOKS_FOR(, n, BOTH)                          \
+  HOOKS_FOR(unaligned_, n, ALL_WRITTEN)         \
+  HOOKS_FOR(volatile_, n, BOTH)                 \
+  HOOKS_FOR(unaligned_volatile_, n, ALL_WRITTEN)
 HOOKS(1)
 HOOKS(2)
 HOOKS(4)
@@ -34,7 +60,8 @@ static void observe_range(void* p, size_t bytes, Kind kind, const void* pc) {
   const uintptr_t alignment = reinterpret_cast<uintptr_t>(p) | bytes;
   const size_t piece = alignment % 16 == 0 ? 16 : alignment % 8 == 0 ? 8 : alignment % 4 == 0 ? 4
                        : alignment % 2 == 0 ? 2 : 1;
-  for (size_t i = 0; i < bytes; i += piece) observe(static_cast<char*>(p) + i, piece, kind, pc, true);
+  for (size_t i = 0; i < bytes; i += piece)
+    observe(static_cast<char*>(p) + i, piece, kind, pc, Asks::ALIGNMENT);
 }
 void __tsan_read_range(void* p, size_t bytes) { observe_range(p, bytes, Kind::READ, PC); }
 void __tsan_write_range(void* p, size_t bytes) { observe_range(p, bytes, Kind::WRITE, PC); }
@@ -83,6 +110,26 @@ ATOMICS(32, uint32_t)
 ATOMICS(64, uint64_t)
 void __tsan_atomic_thread_fence(int) { __atomic_thread_fence(__ATOMIC_SEQ_CST); }
 void __tsan_atomic_signal_fence(int) { __atomic_signal_fence(__ATOMIC_SEQ_CST); }
+
+// -fsanitize=bounds: an index lies outside of an array whose length the compiler knows. Of arrays in shared
+// memory the checker knows more, once they are accessed.
+struct ArrayOfSanitizer {
+  const char* file;
+  uint32_t line, column;                           // of the bracket that closes
+  const struct { uint16_t kind, info; char name[1]; } *type, *index_type;   // 'float [4]', in quotes
+};
+void __ubsan_handle_out_of_bounds(const ArrayOfSanitizer* array, uintptr_t index) {
+  const sim::Worker* w = sim::worker;
+  if (!sim::checker || !w || !w->current || !w->launch->checked) return;
+  const std::string name = sim::subscripted(array->file, array->line, array->column);
+  for (const sim::SharedArray& a : w->arrays)
+    if (name == a.name) return;
+  const std::string type = array->type->name;
+  sim::index_outside({array->file, int(array->line)}, int64_t(index), name, type.substr(1, type.size() - 2));
+}
+void __ubsan_handle_out_of_bounds_abort(const ArrayOfSanitizer* array, uintptr_t index) {
+  __ubsan_handle_out_of_bounds(array, index);
+}
 
 void __tsan_init() {}
 void __tsan_func_entry(void*) {}

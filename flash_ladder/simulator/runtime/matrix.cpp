@@ -13,7 +13,7 @@ static void whole_warp_together(const char* name, void* operands, Site site, voi
   const Worker& w = *worker;
   if (w.fibers.size() - size_t(w.current->warp) * WARP_SIZE < WARP_SIZE)
     fail(std::string(name) + " needs 32 lanes; the block's last warp has fewer", site);
-  together(~0u, name, operands, site, f);
+  together(~0u, name, operands, site, f, Orders::NOTHING, Needs::ALL_LANES);
 }
 
 extern "C" void sim_meet(const char* name, const char* file, int line) {
@@ -36,7 +36,7 @@ static void check_row(const Matrices& m, Kind kind, const char* name, Site site)
   if (!m.has_row(worker->current->lane)) return;
   if (reinterpret_cast<uintptr_t>(m.row) % 16)
     fail(std::string(name) + ": a row must start at a multiple of 16 bytes", site);
-  if (worker->launch->checked) observe(m.row, 16, kind, m.pc, true);
+  if (worker->launch->checked) observe(m.row, 16, kind, m.pc, Asks::BOTH);
 }
 
 // f(lane, half of its register, row, column) for each element of a matrix. Lane l has two neighbours of row

@@ -39,7 +39,10 @@ static std::string json_object(const std::vector<Field>& fields) {
 
 static std::string json(Kind kind) {
   if (is_atomic(kind)) return json("atomic");
-  return json(kind == Kind::READ ? "read" : kind == Kind::COPY ? "copy" : "write");
+  return json(kind == Kind::READ     ? "read"
+              : kind == Kind::COPY   ? "copy"
+              : kind == Kind::SOURCE ? "source"
+                                     : "write");
 }
 
 // ["library", offset]: Python makes it a line. The hook returns to the instruction after the call.

@@ -66,13 +66,18 @@ struct Fiber {             // one CUDA thread
   std::vector<Copy> copies;       // that nobody has waited for, in the order of their start
   int copy_groups = 0;            // committed
 
-  // For the checker: its time, what it knows of the others, and what its fences and atomics have passed on
-  uint32_t now = 1;
+  // For the checker: its time, that of its last access, what it knows of the others, and what its fences and
+  // atomics have passed on
+  uint32_t now = 1, worked = 0;
   std::shared_ptr<const Past> past;
-  std::shared_ptr<const Pasts> released, to_acquire;
+  std::shared_ptr<const Pasts> released, released_in_block, to_acquire;
+
+  // What it has stored last, looked at when it has been, and the number of that access
+  const char* stored = nullptr;
+  uint16_t stored_bytes = 0, stored_access = 0;
 };
 
-struct Barrier {           // __syncthreads: all threads of the block
+struct Barrier {           // __syncthreads: all threads of the block that have not exited
   std::vector<Fiber*> waiting;
   int sum = 0;             // of the predicates, for __syncthreads_count and its relatives
   int result = 0;
@@ -85,10 +90,14 @@ struct WarpOperation {
   const char* name = "";
   Site site;
   void* operands[WARP_SIZE] = {};
+  void (*act)(WarpOperation&) = nullptr;   // for all of them; in each, arrived says who they are
+  bool orders_memory = false;
+  bool whole = false;                // all 32 lanes must come: exited ones are not made up for
 };
 
 struct Warp {
   std::vector<WarpOperation> open;   // under way; more than one when sets of lanes work apart
+  unsigned exited = 0;               // lanes that have returned from the kernel
 };
 
 struct SharedArray {
@@ -150,9 +159,15 @@ bool interrupted();                        // by Ctrl-C, or as the time is over
 std::string why_interrupted();
 std::string source_line(const void* pc);   // " at ..."
 
-// warp.cpp: f runs once, in the last lane of the mask to arrive
-void together(unsigned mask, const char* name, void* operands, Site site, void (*f)(WarpOperation&),
-              bool orders_memory = false);
+// barrier.cpp, warp.cpp: the running thread has returned from the kernel; nobody waits for it any more
+void leave_barrier(Worker& w);
+void leave_warp(Worker& w);
+
+// warp.cpp: act runs once, when the last lane of the mask has arrived or exited
+enum class Orders { NOTHING, MEMORY };
+enum class Needs { LANES_THAT_ARE_LEFT, ALL_LANES };
+void together(unsigned mask, const char* name, void* operands, Site site, void (*act)(WarpOperation&),
+              Orders orders = Orders::NOTHING, Needs needs = Needs::LANES_THAT_ARE_LEFT);
 
 // copy.cpp
 std::optional<CopiesLand> when_copies_land();   // nothing: FLASH_SIM_COPIES makes no sense

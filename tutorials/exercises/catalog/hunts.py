@@ -147,64 +147,65 @@ and look which rows and columns are wrong."""),
                      "const bool visible = col < p.N_k && (!CAUSAL || col <= row + p.diagonal);")),
         )),
     Exercise(
-        number=20, name="stopped", title="Stopped at 75 rows", lesson="05", direction="bwd",
+        number=20, name="stopped", title="Stopped at 75 keys", lesson="05", direction="bwd",
         stage="recompute",
         specification=f"""
 A colleague writes: "I made the backward pass a little faster for ragged lengths, by leaving out what need
-not be done. With 64 or 128 queries all gradients are right. With 75 the simulator stops, and shows a list
-of threads."
+not be done. With 64 or 128 keys all gradients are right. With 75 the simulator stops, and shows a list of
+threads."
 {LOOK}  q, k, v = (x.requires_grad_() for x in torch.randn(3, 1, 2, 75, 64))
   flash.attention(q, k, v, backward=Path("mine/20_stopped.cuh")).square().sum().backward()
 
-The message says which threads are where. Of how many rows are these threads, and which of them are past
-N_q?
+The message says which threads wait where. Which lanes of a warp are these? And which columns of the tile do
+they have, if N_k is 75?
 """,
         hints=(
-            "Threads 64 to 255 are the warps 2 to 7. Which rows of the last tile of Q have they, if N_q is "
-            "75?",
-            "In a barrier all threads of the block wait for all. Which path through the loop does not lead "
-            "past one?",
-            "Make all threads pass the barrier. Then ask what else a warp has to do after it: whose keys "
-            "are in dK_reg and dV_reg? The header says it under \"The layout\"."),
+            "Two barriers are named. What does each wait for: threads of the block, or lanes of a warp?",
+            "Which path through the loop over r does not lead past the first of the two? A lane that takes "
+            "it waits at the second, and the others of its warp wait for it at the first.",
+            "Let all lanes of a warp take the same path. Then ask what else a lane without a key has to do: "
+            "the products after the next barrier run over all Bc columns of the tile."),
         answer=paragraphs("""
-A `continue` stood before a __syncthreads(): warps whose rows are all past N_q left the loop's body, and the
-others waited for them at the barrier. All threads of a block must reach the same barrier, or none. (The
-hardware does not report this: threads that have returned from the kernel are no longer waited for, or a
-barrier of the next turn of the loop is taken for this one. So on a GPU it may hang, or go on with numbers
-that are not there yet.)
+A `continue` stood before a __syncwarp(): lanes whose column is past N_k went on to the __syncthreads()
+after the loop. There they waited for all threads of the block, and the other lanes of their own warp waited
+for them at the __syncwarp(): a deadlock, on a GPU as in the simulator. All lanes of a mask must reach the
+same __syncwarp(), and all threads of a block the same __syncthreads(), unless they have returned from the
+kernel: those are no longer waited for.
 
-To move the `continue` after the barrier does not mend it. In S, dP and dQ a warp has rows of Q; but in dK
-and dV it has rows of K, its own Bc / 8 keys, for which it sums over all rows of the tile. A warp without a
-query still has keys.
+To leave the __syncwarp() out, or to move it before the `continue`, does not mend it. Columns past N_k are
+columns of P and dS, too: dK, dV and dQ are sums over whole tiles, and these columns must hold zeros. Nobody
+else writes them: they keep what was in shared memory before, NaN in the simulator.
 
-What may depend on the row is work that only this row needs, between two barriers: as in `if (row >= p.N_q)
-continue` in the loops over r."""),
-        broken=changes((
-            "      __syncthreads();                    // a warp now reads columns of P and dS, "
-            "which all warps wrote",
-            "      if (i * Br + warp * rows >= p.N_q) continue;\n"
-            "      __syncthreads();                    // a warp now reads columns of P and dS, "
-            "which all warps wrote"
-        )),
+What a lane may leave out is work whose result nobody reads, between two barriers: as in `if (row >= p.N_q)
+continue` where dQ is stored."""),
+        broken=changes(
+            ("        const int row = i * Br + warp * rows + r;\n"
+             "        const float L_row",
+             "        const int row = i * Br + warp * rows + r;\n"
+             "        if (j * Bc + lane >= p.N_k) continue;\n"
+             "        const float L_row"),
+            ("P * (dP_reg[r][c] - D_row);    // line 14\n        }\n",
+             "P * (dP_reg[r][c] - D_row);    // line 14\n        }\n"
+             "        __syncwarp();                     // the warp has this row of P and dS\n")),
         mutants=(
-            unmended(r"^(deadlock|barrier).*__syncthreads"),
-            mending("after the barrier: but these warps have keys, too", r"^wrong result.*dK",
-                    ("      if (i * Br + warp * rows >= p.N_q) continue;\n", ""),
-                    ("      for (int row = 0; row < Br; row++) {",
-                     "      if (i * Br + warp * rows >= p.N_q) continue;\n"
-                     "      for (int row = 0; row < Br; row++) {")),
-            mending("break instead", r"^(deadlock|barrier).*__syncthreads",
-                    ("if (i * Br + warp * rows >= p.N_q) continue;",
-                     "if (i * Br + warp * rows >= p.N_q) break;")),
+            unmended(r"^deadlock.*__syncthreads.*__syncwarp"),
+            mending("no __syncwarp(): the columns past N_k are still not written",
+                    r"^uninitialised.*(P_smem|dS_smem)",
+                    ("        __syncwarp();                     // the warp has this row of P and dS\n", "")),
+            mending("the __syncwarp() first", r"^uninitialised.*(P_smem|dS_smem)",
+                    ("        __syncwarp();                     // the warp has this row of P and dS\n", ""),
+                    ("        if (j * Bc + lane >= p.N_k) continue;\n",
+                     "        __syncwarp();\n        if (j * Bc + lane >= p.N_k) continue;\n")),
+            mending("break instead", r"^deadlock.*__syncthreads.*__syncwarp",
+                    ("if (j * Bc + lane >= p.N_k) continue;", "if (j * Bc + lane >= p.N_k) break;")),
             mending("a barrier in the branch: another one than the others wait at",
-                    r"^(barrier|deadlock|wrong result)",
-                    ("if (i * Br + warp * rows >= p.N_q) continue;",
-                     "if (i * Br + warp * rows >= p.N_q) {\n"
-                     "        __syncthreads();\n        continue;\n      }")),
-            mending("no barrier at all", r"^race.*(P_smem|dS_smem|smem)",
-                    ("      if (i * Br + warp * rows >= p.N_q) continue;\n"
-                     "      __syncthreads();                    // a warp now reads",
-                     "      // a warp now reads")),
+                    r"^(barrier|deadlock|uninitialised)",
+                    ("if (j * Bc + lane >= p.N_k) continue;",
+                     "if (j * Bc + lane >= p.N_k) {\n"
+                     "          __syncwarp();\n          continue;\n        }")),
+            mending("a barrier of the block instead: lanes are at two", r"^(barrier|deadlock)",
+                    ("        __syncwarp();                     // the warp has",
+                     "        __syncthreads();                  // the warp has")),
         )),
     Exercise(
         number=21, name="in_the_model", title="Wrong in the model only", lesson="05", direction="bwd",

@@ -20,9 +20,13 @@ constexpr int warpSize = 32;
 // Default arguments that tell where in the source a call stands.
 #define SIM_SITE const char *file = __builtin_FILE(), int line = __builtin_LINE()
 
+// Of what calls the run-time library: so the checker sees the kernel's line as the caller.
+#define SIM_ALWAYS_INLINE inline __attribute__((always_inline))
+
 namespace sim {
 enum class AtomicOp { ADD, MIN, MAX, EXCHANGE, COMPARE_EXCHANGE };
 enum class ScalarType { FLOAT, DOUBLE, INT32, UINT32, INT64, UINT64 };
+enum class Scope { BLOCK, DEVICE };   // of a fence
 
 struct SharedShape {
   size_t element_bytes;
@@ -36,7 +40,7 @@ void* sim_shared_static(const void* identity, const char* name, const char* decl
                         size_t alignment, const SharedShape* shape);
 uint32_t sim_shared_address(const void* p, const char* file, int line);
 void sim_name_shared(const char* name, const volatile void* start, size_t element_bytes);
-void sim_threadfence();
+void sim_threadfence(Scope scope);
 void sim_syncthreads(const char* file, int line);
 int sim_syncthreads_count(int predicate, const char* name, const char* file, int line);
 int sim_lane();
@@ -46,6 +50,7 @@ unsigned sim_vote(const char* name, unsigned mask, int predicate, const char* fi
 void sim_atomic(AtomicOp op, ScalarType type, void* address, void* value, const void* compare);
 void sim_yield();
 void sim_check_interrupt();
+void sim_poison_rounded();
 void sim_assert_failed(const char* condition, const char* file, int line);
 [[noreturn]] void sim_fail(const char* message, const char* file, int line);
 }
@@ -89,6 +94,28 @@ template <class T> constexpr void name_shared(const char* name, T* start) {
 #define SIM_NAME_SHARED(pointer)
 #endif
 
+// -------------------------------------------------------------------------------- local variables
+// The translator puts this after the declaration of a variable without a value. In checked builds a float is
+// then a NaN that arithmetic hands on, and by which the checker knows it: quiet, with a payload of its own.
+namespace sim {
+constexpr uint32_t POISON = 0x7fedbeef;
+#ifdef SIM_CHECKED
+template <class T> SIM_ALWAYS_INLINE void poison(T& x) {
+  using E = std::remove_all_extents_t<T>;
+  constexpr bool floats = std::is_same<E, float>::value || std::is_same<E, float2>::value ||
+                          std::is_same<E, float3>::value || std::is_same<E, float4>::value;
+  if constexpr (floats)
+    for (size_t i = 0; i < sizeof x / sizeof(float); i++)
+      reinterpret_cast<uint32_t*>(&x)[i] = POISON;
+}
+#endif
+}  // namespace sim
+#ifdef SIM_CHECKED
+#define SIM_POISON(variable) ::sim::poison(variable);
+#else
+#define SIM_POISON(variable)
+#endif
+
 // -------------------------------------------------------------------------------- barriers, fences
 inline void __syncthreads(SIM_SITE) { sim::sim_syncthreads(file, line); }
 inline int __syncthreads_count(int p, SIM_SITE) {
@@ -101,8 +128,8 @@ inline int __syncthreads_and(int p, SIM_SITE) {
   return sim::sim_syncthreads_count(!p, "__syncthreads_and()", file, line) == 0;
 }
 inline void __syncwarp(unsigned mask = 0xffffffffu, SIM_SITE) { sim::sim_syncwarp(mask, file, line); }
-inline void __threadfence() { sim::sim_threadfence(); }
-inline void __threadfence_block() { sim::sim_threadfence(); }
+inline void __threadfence() { sim::sim_threadfence(sim::Scope::DEVICE); }
+inline void __threadfence_block() { sim::sim_threadfence(sim::Scope::BLOCK); }
 inline void __nanosleep(unsigned) { sim::sim_yield(); }
 inline void __trap(SIM_SITE) { sim::sim_fail("__trap()", file, line); }
 
@@ -148,8 +175,6 @@ inline int __all_sync(unsigned mask, int p, SIM_SITE) {
 }
 
 // -------------------------------------------------------------------------------- atomics
-// Inlined always, so that the checker sees the kernel's line as the caller of sim_atomic.
-#define SIM_ALWAYS_INLINE inline __attribute__((always_inline))
 namespace sim {
 template <class T> constexpr ScalarType scalar_type() {
   if (std::is_same<T, float>::value) return ScalarType::FLOAT;

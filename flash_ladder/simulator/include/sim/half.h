@@ -7,6 +7,14 @@
 
 namespace sim {
 
+// This one, as on a GPU. The checker is told of a value that it would not know by that any more.
+SIM_ALWAYS_INLINE uint16_t not_a_number([[maybe_unused]] uint32_t x) {
+#ifdef SIM_CHECKED
+  if ((x & 0x7fffffffu) == POISON) sim_poison_rounded();
+#endif
+  return 0x7fff;
+}
+
 struct Half {
   static float widen(uint16_t h) {
     uint32_t x = (h & 0x7fffu) << 13;
@@ -18,7 +26,7 @@ struct Half {
     uint32_t x = bits<uint32_t>(f);
     const uint32_t sign = x >> 16 & 0x8000u;
     x &= 0x7fffffffu;
-    if (x > 0x7f800000u) return 0x7fff;                       // NaN: this one, as on a GPU
+    if (x > 0x7f800000u) return not_a_number(x);
     if (x >= 0x47800000u) return uint16_t(sign | 0x7c00u);    // 2^16 and more: infinity
     if (x < 0x38800000u)   // below 2^-14, subnormal: 0.5 has 2^-24 as the last of its digits
       return uint16_t(sign | (bits<uint32_t>(bits<float>(x) + 0.5f) - 0x3f000000u));
@@ -30,7 +38,7 @@ struct Bfloat16 {
   static float widen(uint16_t b) { return bits<float>(uint32_t(b) << 16); }
   static uint16_t round(float f) {
     const uint32_t x = bits<uint32_t>(f);
-    if ((x & 0x7fffffffu) > 0x7f800000u) return 0x7fff;
+    if ((x & 0x7fffffffu) > 0x7f800000u) return not_a_number(x);
     return uint16_t((x + 0x7fffu + (x >> 16 & 1u)) >> 16);
   }
 };
