@@ -228,7 +228,7 @@ def test_an_inspection_where_tensors_are_elsewhere_by_default():
     finally:
         torch.set_default_device(None)
     assert report.kernels and not report.findings
-    assert torch.equal(o, flash.attention(q, k, v, stage="flash2"))
+    assert (o - flash.attention(q, k, v, stage="flash2")).abs().max() < 1e-5
 
 
 def test_an_inspection_left_in_another_thread():

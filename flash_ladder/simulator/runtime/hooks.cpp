@@ -127,9 +127,6 @@ void __ubsan_handle_out_of_bounds(const ArrayOfSanitizer* array, uintptr_t index
   const std::string type = array->type->name;
   sim::index_outside({array->file, int(array->line)}, int64_t(index), name, type.substr(1, type.size() - 2));
 }
-void __ubsan_handle_out_of_bounds_abort(const ArrayOfSanitizer* array, uintptr_t index) {
-  __ubsan_handle_out_of_bounds(array, index);
-}
 
 void __tsan_init() {}
 void __tsan_func_entry(void*) {}

@@ -188,10 +188,11 @@ continue` where dQ is stored."""),
              "P * (dP_reg[r][c] - D_row);    // line 14\n        }\n"
              "        __syncwarp();                     // the warp has this row of P and dS\n")),
         mutants=(
-            unmended(r"^deadlock.*__syncthreads.*__syncwarp"),
+            unmended(r"^deadlock.*__syncthreads.*__syncwarp", right_on_randn=True),
             mending("no __syncwarp(): the columns past N_k are still not written",
                     r"^uninitialised.*(P_smem|dS_smem)",
-                    ("        __syncwarp();                     // the warp has this row of P and dS\n", "")),
+                    ("        __syncwarp();                     // the warp has this row of P and dS\n", ""),
+                    right_on_randn=True),
             mending("the __syncwarp() first", r"^uninitialised.*(P_smem|dS_smem)",
                     ("        __syncwarp();                     // the warp has this row of P and dS\n", ""),
                     ("        if (j * Bc + lane >= p.N_k) continue;\n",
