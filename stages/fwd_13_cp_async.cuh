@@ -36,9 +36,6 @@
 // takes one barrier, not two. The price is room: a block needs more shared memory, so fewer of them fit on a
 // multiprocessor.
 //
-// Restriction: for d = 256 and causal, on sm_90a, a thread is a few registers short and uses 32 bytes of its
-// stack. The next stage needs none again.
-//
 // Bound by its own instructions, one after the other: each score takes a mask, a scale, a maximum, expf's
 // several instructions and a sum. The next stage, exp2, has fewer.
 #pragma once

@@ -409,7 +409,7 @@ Such a bug shows in the HBM traffic of a causal call beside that of a call witho
                     ("    float S_reg[rows][cols] = {};",
                      "    if (CAUSAL && j * Bc >= (i + 1) * Br + p.diagonal) continue;\n"
                      "    float S_reg[rows][cols] = {};"), right_on_randn=True),
-            mending("the end is another one in each warp", r"^(barrier|deadlock)",
+            mending("the end is another one in each warp", r"^(barrier|deadlock|race)",
                     ("    __syncthreads();                      // all are done",
                      "    if (CAUSAL && j * Bc >= i * Br + (warp + 1) * rows + p.diagonal) break;\n"
                      "    __syncthreads();                      // all are done")),
