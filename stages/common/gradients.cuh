@@ -17,7 +17,7 @@ __device__ __forceinline__ void atomic_add4(float* to, const float (&x)[4]) {
 template <int strips, int n_tiles>
 __device__ __forceinline__ void add_fragments(float* dQ, const float (&acc)[strips][n_tiles][4], int row,
                                               int col, int step) {
-  const bool all_inside = HEAD_DIM % (8 * step * n_tiles) == 0;          // known to the compiler
+  const bool all_inside = HEAD_DIM % (8 * step * n_tiles) == 0;          // then no lane compares
   float* to = dQ + row * HEAD_DIM + 16 * col + threadIdx.x % 32 * 4;
   #pragma unroll
   for (int n = 0; n < n_tiles; n += 2) {

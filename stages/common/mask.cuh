@@ -30,7 +30,7 @@ struct Mask {
   // before i = first_i(j).
   __device__ int first_i(int j) const { return CAUSAL ? max(j * BLOCK_C - diagonal, 0) / BLOCK_R : 0; }
 
-  // Does S_ij have an element that does not count?
+  // Does S_ij have an element that does not count? (By cut_j(i), the backward at d=64 took 1 % longer: H200.)
   __device__ bool cuts(int i, int j) const {
     const int end_row = (i + 1) * BLOCK_R, end_col = (j + 1) * BLOCK_C;
     return end_row > N_q || end_col > N_k || (CAUSAL && end_col - 1 > i * BLOCK_R + diagonal);
