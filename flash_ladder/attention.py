@@ -14,7 +14,7 @@ import torch
 from .ahead import build_variants
 from .checks import as_bool, as_scale, check_dimensions, check_memory, check_tensors
 from .inspection import current_report
-from .launch import stage_files
+from .launch import explained, stage_files
 from .loader import debug
 from .operators import Call, as_text, has_dispatch, is_plain, of_text
 from .plan import choose, find_or_convert, keep, plan_for
@@ -103,13 +103,16 @@ def _attend(q, k, v, mask: str, causal: bool, scale: float | None, stage, backwa
         backward = backward.absolute()
     key = _key(q, k, v, mask, causal, scale, stage, backward, deterministic, tiles, heads)
     call = _calls.get(key) if key else None
-    if call and call.is_current():
-        if call.dtype and q.data_ptr() and k.data_ptr() and v.data_ptr():
-            q, k, v = q.to(call.dtype), k.to(call.dtype), v.to(call.dtype)
-        at_q, at_k, at_v = q.data_ptr(), k.data_ptr(), v.data_ptr()
-        if at_q and at_k and at_v and not (at_q | at_k | at_v) % 16:
-            return call.run(q, k, v)
-    return _check_and_run(key, q, k, v, mask, causal, scale, stage, backward, deterministic, tiles, heads)
+    try:
+        if call and call.is_current():
+            if call.dtype and q.data_ptr() and k.data_ptr() and v.data_ptr():
+                q, k, v = q.to(call.dtype), k.to(call.dtype), v.to(call.dtype)
+            at_q, at_k, at_v = q.data_ptr(), k.data_ptr(), v.data_ptr()
+            if at_q and at_k and at_v and not (at_q | at_k | at_v) % 16:
+                return call.run(q, k, v)
+        return _check_and_run(key, q, k, v, mask, causal, scale, stage, backward, deterministic, tiles, heads)
+    except torch.AcceleratorError as error:
+        raise explained(error) from error
 
 
 def _key(q, k, v, mask, causal, scale, stage, backward, deterministic, tiles, heads) -> tuple | None:

@@ -23,6 +23,9 @@ ELEMENTS = {torch.float32: "float", torch.float16: "__half", torch.bfloat16: "__
 CONTEXT_IS_LOST = ("illegal memory access", "unspecified launch failure", "misaligned address",
                    "illegal instruction", "invalid program counter", "invalid address space",
                    "hardware stack error", "device-side assert")
+ADVICE = (". The CUDA context is lost: nothing more runs on the GPU in this process; start Python again. It "
+          "may have been a kernel of an earlier call: CUDA_LAUNCH_BLOCKING=1 shows which, compute-sanitizer "
+          "the line")
 LOOK_AGAIN = 0.1  # seconds: so long after an edit, at the latest, a stage is compiled anew
 
 
@@ -108,12 +111,7 @@ class Library:
 
     def failure(self, error: bytes) -> RuntimeError:
         """What run() returned, to be raised."""
-        text = resolve_addresses(error.decode(errors="replace"))
-        if any(words in text for words in CONTEXT_IS_LOST):
-            text += (". The CUDA context is lost: nothing more runs on the GPU in this process; start Python "
-                     "again. It may have been a kernel of an earlier call: CUDA_LAUNCH_BLOCKING=1 shows "
-                     "which, compute-sanitizer the line")
-        return RuntimeError(f"{self.stage}: {text}")
+        return _failure(self.stage, resolve_addresses(error.decode(errors="replace")))
 
     def _contain(self, library: ctypes.CDLL, *host_code: Any) -> None:
         """Let the simulator call the host code, so that its faults become errors, too."""
@@ -130,6 +128,22 @@ class Library:
 
         self.run = functools.partial(guarded_run, run)
         self.workspace_bytes = workspace_bytes
+
+
+latest: list[Stage] = []     # the stage that was launched last
+
+
+def explained(error: Exception) -> Exception:
+    """An error of PyTorch's own use of the GPU, to be raised: if the context is lost, it names the stage that
+    was launched last, whose mistake it may be."""
+    text = str(error).splitlines()[0]
+    lost = latest and any(words in text for words in CONTEXT_IS_LOST)
+    return _failure(latest[0], text) if lost else error
+
+
+def _failure(stage: Stage, text: str) -> RuntimeError:
+    lost = any(words in text for words in CONTEXT_IS_LOST)
+    return RuntimeError(f"{stage}: {text}{ADVICE if lost else ''}")
 
 
 _libraries: dict[tuple, Library] = {}  # by stage's file, macros, target, debug, checker

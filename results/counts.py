@@ -1,6 +1,8 @@
 """The simulator's counts beside a GPU's own, by NVIDIA's profiler: how far they can be trusted.
 
     python results/counts.py results/h200     # writes counts_fwd.json, counts_bwd.json, banks.json; needs ncu
+    python results/counts.py --simulate FILE  # the simulator's part, on any machine
+    python results/counts.py results/h200 --simulated FILE               # the rest
 
 counts_fwd.json: requests, sectors and wavefronts of every kernel of the forward stages, in fp32 or else bf16,
 and the traffic that really reached HBM. counts_bwd.json: the same of the backward stages, and their atomics.
@@ -10,6 +12,7 @@ which the other files have, differs for loads in 7 of 55 patterns, with few lane
 known.)
 """
 
+import argparse
 import concurrent.futures
 import ctypes
 import functools
@@ -23,7 +26,7 @@ from collections import Counter
 from datetime import date
 from pathlib import Path
 
-from ncu import ONE_CALL, launches, own_type
+from ncu import calls, launches, own_type
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
@@ -103,19 +106,33 @@ def simulate(stage) -> dict[str, dict]:
     return {kernel.name: simulated(report, kernel.name) for kernel in report.kernels}
 
 
-def compare(stage, ours: dict[str, dict]) -> list[dict]:
-    """For each kernel of a flash.Stage: its counts in the simulator, which are given, and on the GPU."""
-    dtype = own_type(stage)
-    metrics = (METRICS | (ATOMICS if stage.direction == "bwd" else {})
-               | (MATRIX if dtype != "fp32" else {}))
-    gpu: dict[str, Counter] = {}
-    size = (str(SHAPE[x]) for x in "BHNd")
-    for kernel, row in launches(f"^({'|'.join(ours)})$", metrics, ONE_CALL[stage.direction], stage.name,
-                                dtype, "False", *size):
-        counts = {what: int(row[metric][0]) for metric, what in metrics.items()}
-        gpu.setdefault(kernel, Counter()).update(counts)      # of all its launches, as in the simulator
-    return [{"stage": stage.name, "dtype": dtype, "kernel": kernel, "simulator": ours[kernel], "gpu": counts}
-            for kernel, counts in gpu.items()]
+def simulate_all() -> dict[str, dict]:
+    """The simulator's counts of every stage, by its file's name."""
+    import flash
+
+    with concurrent.futures.ProcessPoolExecutor(mp_context=multiprocessing.get_context("spawn")) as pool:
+        counts = {stage.path.stem: pool.submit(simulate, stage) for stage in flash.stages()}
+        return {name: future.result() for name, future in counts.items()}
+
+
+def compare(direction: str, simulated: dict[str, dict]) -> list[dict]:
+    """Of each kernel of the stages: its counts in the simulator, which are given, and on the GPU."""
+    import flash
+
+    metrics = METRICS | MATRIX | (ATOMICS if direction == "bwd" else {})
+    stages = flash.stages(direction)
+    names = dict.fromkeys(kernel for stage in stages for kernel in simulated[stage.path.stem])
+    rows = []
+    for stage, found in calls(stages, f"^({'|'.join(names)})$", metrics, SHAPE):
+        gpu: dict[str, Counter] = {}
+        for kernel, row in found:
+            counts = {what: int(row[metric][0]) for metric, what in metrics.items()
+                      if own_type(stage) != "fp32" or metric not in MATRIX}
+            gpu.setdefault(kernel, Counter()).update(counts)      # of all its launches, as in the simulator
+        rows += [{"stage": stage.name, "dtype": own_type(stage), "kernel": kernel,
+                  "simulator": simulated[stage.path.stem][kernel], "gpu": counts}
+                 for kernel, counts in gpu.items()]
+    return rows
 
 
 # ------------------------------------------------------------------------------------------ patterns
@@ -187,20 +204,25 @@ def main() -> None:
 
     import flash
 
-    if len(sys.argv) != 2 or not Path(sys.argv[1]).is_dir():
-        sys.exit("usage: python results/counts.py FOLDER")
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("folder", type=Path, nargs="?")
+    parser.add_argument("--simulate", type=Path, metavar="FILE", help="write the simulator's counts, no more")
+    parser.add_argument("--simulated", type=Path, metavar="FILE", help="take them from there")
+    args = parser.parse_args()
+    if args.simulate:
+        args.simulate.write_text(json.dumps(simulate_all(), indent=1) + "\n")
+        return
+    if not args.folder or not args.folder.is_dir():
+        parser.error(f"there is no folder {args.folder}")
     if not torch.cuda.is_available() or not shutil.which("ncu"):
         sys.exit("needs a GPU, and NVIDIA's Nsight Compute: ncu on the PATH")
+    simulated = json.loads(args.simulated.read_text()) if args.simulated else simulate_all()
     origin = {"device": flash.describe_device(torch.device("cuda")), "date": str(date.today())}
-    with concurrent.futures.ProcessPoolExecutor(mp_context=multiprocessing.get_context("spawn")) as pool:
-        ours = {str(stage): pool.submit(simulate, stage) for stage in flash.stages()}
-        files = {"banks.json": {"patterns": measure_patterns()}}
-        for direction in ("fwd", "bwd"):
-            rows = [row for stage in flash.stages(direction)
-                    for row in compare(stage, ours[str(stage)].result())]
-            files[f"counts_{direction}.json"] = {"shape": SHAPE, "kernels": rows}
+    files = {"banks.json": {"patterns": measure_patterns()}}
+    for direction in ("fwd", "bwd"):
+        files[f"counts_{direction}.json"] = {"shape": SHAPE, "kernels": compare(direction, simulated)}
     for name, result in files.items():
-        Path(sys.argv[1], name).write_text(to_json(origin | result))
+        (args.folder / name).write_text(to_json(origin | result))
 
 
 if __name__ == "__main__":

@@ -23,23 +23,23 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 SHAPE = {"B": 4, "H": 12, "N": 1024, "d": 64, "causal": True}
-ONE_CALL = {"fwd": """
-import sys, torch, flash
-stage, dtype, causal, *size = sys.argv[1:]
-q, k, v = torch.randn(3, *map(int, size), device="cuda", dtype=flash.DTYPES[dtype])
-torch.cuda.profiler.start()
-flash.attention(q, k, v, causal=causal == "True", stage=stage)
-torch.cuda.synchronize()
-""", "bwd": """
-import sys, torch, flash
-stage, dtype, causal, *size = sys.argv[1:]
-q, k, v, dO = torch.randn(4, *map(int, size), device="cuda", dtype=flash.DTYPES[dtype])
-q, k, v = (x.requires_grad_() for x in (q, k, v))
-o = flash.attention(q, k, v, causal=causal == "True", backward=stage, deterministic=False)
-torch.cuda.profiler.start()
-torch.autograd.grad(o, (q, k, v), dO)
-torch.cuda.synchronize()
-"""}  # profiled from start() on
+MARK = "spin_kernel"         # torch.cuda._sleep()'s: it stands before the kernels of each stage
+ONE_CALL_EACH = """
+import json, sys, torch, flash
+for name, direction, dtype, causal, *size in json.loads(sys.argv[1]):
+    q, k, v, dO = torch.randn(4, *size, device="cuda", dtype=flash.DTYPES[dtype])
+    if direction == "bwd":
+        q, k, v = (x.requires_grad_() for x in (q, k, v))
+        o = flash.attention(q, k, v, causal=causal, backward=name, deterministic=False)
+    torch.cuda.profiler.start()
+    torch.cuda._sleep(1)
+    if direction == "bwd":
+        torch.autograd.grad(o, (q, k, v), dO)
+    else:
+        flash.attention(q, k, v, causal=causal, stage=name)
+    torch.cuda.synchronize()
+    torch.cuda.profiler.stop()
+"""
 OF_PEAK = ".avg.pct_of_peak_sustained_active"
 METRICS = {
     "gpu__time_duration.sum": "time",
@@ -95,16 +95,31 @@ def own_type(stage) -> str:
     return "fp32" if torch.float32 in stage.dtypes else "bf16"
 
 
-def profile(stage) -> list[dict]:
-    """The metrics of each kernel of a flash.Stage, in one call."""
+def calls(stages: Iterable, pattern: str, metrics: Collection[str], shape: dict) -> Iterator[tuple]:
+    """Each flash.Stage, with what `launches` gives of the kernels that match, in one call of that shape."""
+    stages = list(stages)
+    what = [(stage.name, stage.direction, own_type(stage), shape["causal"], *(shape[x] for x in "BHNd"))
+            for stage in stages]
+    found: list[list[tuple[str, dict]]] = []
+    for kernel, measured in launches(f"{pattern}|^{MARK}$", metrics, ONE_CALL_EACH, json.dumps(what)):
+        if kernel == MARK:
+            found.append([])
+        else:
+            found[-1].append((kernel, measured))
+    return zip(stages, found, strict=True)
+
+
+def profile(stages: Iterable) -> list[dict]:
+    """The metrics of each kernel of flash.Stages, in one call each."""
     from flash_ladder.sources import source_files
 
-    names = "|".join(kernels(source_files(stage.path)))
-    found = launches(f"^({names})$", METRICS, ONE_CALL[stage.direction], stage.name, own_type(stage),
-                     str(SHAPE["causal"]), *(str(SHAPE[x]) for x in "BHNd"))
+    stages = list(stages)
+    names = dict.fromkeys(name for stage in stages for name in kernels(source_files(stage.path)))
     return [{"stage": stage.name, "dtype": own_type(stage), "kernel": kernel} | {
         metric: {"what": METRICS[metric], "value": value, "unit": unit}
-        for metric, (value, unit) in measured.items()} for kernel, measured in found]
+        for metric, (value, unit) in measured.items()}
+        for stage, found in calls(stages, f"^({'|'.join(names)})$", METRICS, SHAPE)
+        for kernel, measured in found]
 
 
 def main() -> None:
@@ -122,7 +137,7 @@ def main() -> None:
         sys.exit("needs a GPU, and NVIDIA's Nsight Compute: ncu on the PATH")
     result = {"device": flash.describe_device(torch.device("cuda")), "date": str(date.today()),
               "shape": SHAPE,
-              "kernels": [kernel for stage in flash.stages(args.direction) for kernel in profile(stage)]}
+              "kernels": profile(flash.stages(args.direction))}
     (args.folder / f"ncu_{args.direction}.json").write_text(json.dumps(result, indent=1) + "\n")
 
 

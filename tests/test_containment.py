@@ -17,7 +17,7 @@ import pytest
 import torch
 
 import flash
-from flash_ladder import launch
+from flash_ladder import attention, launch, plan
 
 HOSTILE = flash.ROOT / "tests" / "kernels" / "hostile.cuh"
 STACK = "stack overflow"
@@ -277,6 +277,25 @@ def test_a_lost_context_is_explained():
                    (b"an illegal memory access was encountered", b"invalid argument"))
     assert lost.startswith("stage 'flash2': an illegal") and "The CUDA context is lost" in lost
     assert other == "stage 'flash2': invalid argument"
+
+
+def test_a_lost_context_that_pytorch_finds(monkeypatch):
+    """Its memory asks CUDA first, in the call after the one that failed: that stage is named, too."""
+    q, k, v = torch.randn(3, 1, 1, 16, 8)
+    flash.attention(q, k, v, stage="flash2")
+
+    def fails(*_, **__):
+        raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered\nSearch for it")
+
+    monkeypatch.setattr(attention, "_check_and_run", fails)
+    with pytest.raises(RuntimeError, match="^stage 'flash2': CUDA error: an illegal memory access was "
+                                           "encountered. The CUDA context is lost"):
+        flash.attention(q, k, v, stage="naive", scale=0.5)
+    monkeypatch.undo()
+    o = flash.attention(q.requires_grad_(), k, v, stage="flash2")
+    monkeypatch.setattr(plan, "plan_for", fails)
+    with pytest.raises(RuntimeError, match="^stage 'flash2': .* The CUDA context is lost"):
+        o.sum().backward()
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

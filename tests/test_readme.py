@@ -167,13 +167,29 @@ def test_simulated_counts_of_matrices():
 
 def test_calls_that_are_profiled(monkeypatch):
     """Each stage in its own type, for each pass, as the profiler would run it: here in the simulator."""
+    marks = []
     monkeypatch.setattr(torch.cuda.profiler, "start", lambda: None)
+    monkeypatch.setattr(torch.cuda.profiler, "stop", lambda: None)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
-    for stage in flash.stages():
-        if stage.name in ("vectorized", "mma"):
-            command = ["-c", stage.name, ncu.own_type(stage), "True", "1", "1", "16", "16"]
-            monkeypatch.setattr(sys, "argv", command)
-            exec(ncu.ONE_CALL[stage.direction].replace('device="cuda"', 'device="cpu"'), {})
+    monkeypatch.setattr(torch.cuda, "_sleep", marks.append)
+    calls = [(stage.name, stage.direction, ncu.own_type(stage), True, 1, 1, 16, 16)
+             for stage in flash.stages() if stage.name in ("vectorized", "mma")]
+    monkeypatch.setattr(sys, "argv", ["-c", json.dumps(calls)])
+    exec(ncu.ONE_CALL_EACH.replace('device="cuda"', 'device="cpu"'), {})
+    assert len(marks) == len(calls) == 4
+
+
+def test_the_kernels_of_a_profile_by_stage(monkeypatch):
+    """The mark before a call parts the launches; without one for each stage there is no result."""
+    stages = flash.stages("bwd")[:2]
+    time = {"time": (1.0, "ns")}
+    monkeypatch.setattr(ncu, "launches", lambda pattern, *_: iter(
+        [(ncu.MARK, {}), ("scores_kernel", time), ("dQ_kernel", time), (ncu.MARK, {}), ("D_kernel", time)]))
+    shape = ncu.SHAPE
+    found = {s.name: [kernel for kernel, _ in rows] for s, rows in ncu.calls(stages, "x", ["time"], shape)}
+    assert found == {"naive": ["scores_kernel", "dQ_kernel"], "recompute": ["D_kernel"]}
+    with pytest.raises(ValueError, match="zip"):
+        list(ncu.calls(stages[:1], "x", ["time"], shape))
 
 
 def test_empty_parts_are_filled(monkeypatch):
