@@ -77,15 +77,15 @@ def launches(pattern: str, metrics: Collection[str], *command: str) -> Iterator[
         ["ncu", "--clock-control", "none", "--csv", "--page", "raw", "--print-units", "base",
          "--profile-from-start", "off", "-k", f"regex:{pattern}", "--metrics", ",".join(metrics),
          sys.executable, "-c", *command],
-        cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True)
+        cwd=ROOT, env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}, capture_output=True, text=True)
     lines = [line for line in done.stdout.splitlines() if line.startswith('"')]
     if len(lines) < 3:
         sys.exit(f"ncu measured nothing of {pattern}:\n{done.stdout[-2000:]}{done.stderr[-2000:]}")
     header, *table = csv.reader(lines)
     units, *rows = (dict(zip(header, row)) for row in table)
     for row in rows:
-        name = row["Kernel Name"].split("(")[0].split("<")[0].split(" ")[-1]
-        yield name, {metric: (float(row[metric].replace(",", "")), units[metric]) for metric in metrics}
+        name = re.search(r"\w+(?=[<(])", row["Kernel Name"])       # a(anonymous)::name<int>(const P&)
+        yield name[0], {metric: (float(row[metric].replace(",", "")), units[metric]) for metric in metrics}
 
 
 def own_type(stage) -> str:

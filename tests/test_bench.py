@@ -554,7 +554,7 @@ def test_gradients(tmp_path, capsys, direction, flops):
         assert row["kind"] == "peer" or row["error"] <= row["allowed_error"] < 2e-5
         assert row["tflops"] == pytest.approx(flops * row["N"] ** 2 * 16 / 2 / (row["median_ms"] * 1e9))
         assert row["kind"] == "peer" or row["findings"] == []
-    assert data["edit_to_result_s"] > 0
+    assert data["edit_to_result_s"] > 0.5                    # it was compiled anew
     assert data["arguments"]["pass"] == direction and data["arguments"]["stages"] == BACKWARD
     assert f"Attention {bench_report.PASSES[direction]}, B=1" in shown
     assert f"FLOPs: {flops} B H N N d" in shown
