@@ -9,7 +9,7 @@
 // shared:  8 * (Br * d + Bc * (d + 1) + Br * Bc)
 // workspace: D
 // hbm:     4 * B * (4 * H_kv * N_k * d + H * N_q * (Tc * (4 * d + 2) + 3 * d + 2))
-// measured: 51.28x at d=64 causal, 28.76x full at N=4096; 32.71x at d=64 causal, 22.76x full at N=1024 (H200,
+// measured: 52.05x at d=64 causal, 28.82x full at N=4096; 32.90x at d=64 causal, 22.80x full at N=1024 (H200,
 //          fp32; make readme)
 //
 // FlashAttention-2, Algorithm 2. S, P, dP and dS, N x N, are gone from HBM: one tile of each exists at a
