@@ -179,7 +179,7 @@ def table(ours: dict, gpu: dict | None) -> str:
     theirs = {(row["topic"], row["name"]): row for row in gpu["cases"]} if gpu else {}
     header = ["topic", "bugs", "found", "missed", "false"]
     if gpu:
-        header += [f"`{tool}`" for tool in TOOLS] + ["any of the four", "false"]
+        header += [f"`{tool}`" for tool in TOOLS] + ["any of the four", "false by them"]
     lines = [f"| {' | '.join(header)} |", "|---|" + "---:|" * (len(header) - 1)]
     topics = list(dict.fromkeys(row["topic"] for row in ours["cases"]))
     for topic in [*topics, None]:
@@ -201,8 +201,13 @@ def table(ours: dict, gpu: dict | None) -> str:
                       and (it := theirs.get((row["topic"], row["name"]))) and says_so(it["bug"]))
         if only:
             said.append(f"Found by compute-sanitizer alone: {', '.join(f'`{name}`' for name in only)}.")
+        false = [f"`{row['name']}`" for row in gpu["cases"] if says_so(row["twin"])]
+        hangs = [f"`{row['name']}`" for row in gpu["cases"]
+                 if all(answer["verdict"] == "hang" for answer in row["bug"].values())]
         said.append(f"compute-sanitizer {gpu['compute-sanitizer']}, nvcc {gpu['flags']}: {gpu['device']}, "
                     f"{gpu['date']}, by `python results/sanitizer.py`; its warnings count as found.")
+        said += [f"False there: {', '.join(false)}."] * bool(false)
+        said += [f"Not done within {gpu['limit_s']:.0f} s under any tool: {', '.join(hangs)}."] * bool(hangs)
         if missing := len(ours["cases"]) - len(theirs):
             said.append(f"{missing} newer cases have not run there.")
     return "\n".join([*lines, "", " ".join(said)])

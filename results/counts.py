@@ -135,6 +135,14 @@ def compare(direction: str, simulated: dict[str, dict]) -> list[dict]:
     return rows
 
 
+def differences(row: dict) -> dict[str, tuple[int, int]]:
+    """What the simulator and the GPU have counted otherwise in a kernel, a row of counts_*.json: (simulator,
+    GPU) by name. The GPU's HBM read sectors include those of cp.async."""
+    ours, gpu = dict(row["simulator"]), row["gpu"]
+    ours["HBM read sectors"] += ours.get("cp.async sectors", 0)
+    return {what: (count, gpu[what]) for what, count in ours.items() if count != gpu[what]}
+
+
 # ------------------------------------------------------------------------------------------ patterns
 def patterns() -> dict[str, list[int]]:
     """Indices by lane, -1 for a lane that does nothing, of vectors of 4, 8 or 16 bytes."""

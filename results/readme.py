@@ -7,18 +7,21 @@ measured (headers.py). `make readme` runs it; a test fails when one is stale.
 import json
 import re
 import sys
-import tempfile
 import textwrap
 from pathlib import Path
-
-import torch
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-import corpus  # noqa: E402
 import headers  # noqa: E402
-import mutants  # noqa: E402
+from simulated import (  # noqa: E402, F401 - by their names in PARTS
+    conflicts,
+    counts,
+    finding,
+    planted_bugs,
+    stage_mutants,
+    traffic,
+)
 
 import flash  # noqa: E402
 from flash_ladder.bench import competitors, report, staircase  # noqa: E402
@@ -96,19 +99,23 @@ def speed() -> str:
 
 
 def host() -> str:
-    """A call's host time by step, without a kernel; on a GPU whole calls, too."""
-    parts = []
-    for file in sorted(RESULTS.glob("*/host.json")):
-        data = json.loads(file.read_text())
-        lines = [f"| {data['device'].split(',')[0]} | us |", "|---|---:|",
-                 *(f"| {row['step']} | {row['us']:.1f} |" for row in data["steps"])]
-        for row in data.get("calls", []):
-            lines.append(f"| with its launches: {row['call']}, forward; forward and backward | "
-                         f"{row['forward_us']:.1f}; {row['forward_backward_us']:.1f} |")
-        origin = (f"(B, H, N, d) = {tuple(data['shape'])}, {data['dtype']}; {data['device']}; {data['date']},"
-                  " by `python results/host.py`. The kernel is a function that returns at once.")
-        parts.append("\n".join([*lines, "", origin]))
-    return "\n\n".join(parts)
+    """A call's host time by step, without a kernel, on each machine; on a GPU whole calls, too."""
+    found = [json.loads(file.read_text()) for file in sorted(RESULTS.glob("*/host.json"))]
+    names = [data["device"].split(" (")[0].split(",")[0] for data in found]
+    times = [{row["step"]: f"{row['us']:.1f}" for row in data["steps"]} for data in found]
+    steps = dict.fromkeys(step for machine in times for step in machine)
+    parts = ["\n".join([f"| us, without a kernel | {' | '.join(names)} |", "|---|" + "---:|" * len(found),
+                        *(f"| {step} | {' | '.join(machine.get(step, '-') for machine in times)} |"
+                          for step in steps)])]
+    for name, data in zip(names, found):
+        if calls := data.get("calls"):
+            parts.append("\n".join([f"| us, with the launches: {name} | forward | forward and backward |",
+                                    "|---|---:|---:|",
+                                    *(f"| {row['call']} | {row['forward_us']:.1f} | "
+                                      f"{row['forward_backward_us']:.1f} |" for row in calls)]))
+    origins = [f"{tuple(data['shape'])}, {data['dtype']}; {data['device']}; {data['date']}" for data in found]
+    return "\n\n".join([*parts, f"(B, H, N, d) = {'. And '.join(origins)}. By `python results/host.py`. "
+                                 "Without a kernel: in its place is a function that returns at once."])
 
 
 def rungs() -> str:
@@ -310,116 +317,6 @@ def long() -> str:
                          "measure all anew with python bench.py --pass all")
     return "\n".join([*lines, "", f"{origins.pop()}. Peak memory: with the tensors that go in and come out. "
                       f"Measured on {' and '.join(sorted(dates))} by `python bench.py --pass all`."])
-
-
-def finding() -> str:
-    """What the checker says of flash2 without its __syncwarp()."""
-    with tempfile.TemporaryDirectory() as folder:
-        mine = Path(folder, "mine.cuh")
-        mine.write_text((flash.STAGES / "fwd_04_flash2.cuh").read_text().replace("__syncwarp();", ""))
-        q, k, v = torch.ones(3, 1, 1, 64, 64)
-        with flash.inspect() as report:
-            flash.attention(q, k, v, stage=mine)
-    (found,) = report.findings
-    return "```\n" + textwrap.fill(found.message, 110) + "\n```"
-
-
-def traffic() -> str:
-    """The bench's HBM traffic of each stage, counted in the simulator."""
-    data = bench_json("cpu", "fwd")
-    N = report.lengths(data)[-1]
-    rows = [row for row in data["results"] if row["N"] == N and row["kind"] == "stage"]
-    most = report.traffic(rows[0])
-    lines = ["| stage | read | written | distinct bytes, per kernel | x less than naive |",
-             "|---|---:|---:|---:|---:|"]
-    for row in rows:
-        sizes = (report.size(row[f"hbm_{what}_bytes"]) for what in ("read", "written", "unique"))
-        factor = report.number(most / report.traffic(row))
-        lines.append(f"| {row['label']} | {' | '.join(sizes)} | {factor} |")
-    slower = [row["inspected_ms"] / row["median_ms"] for row in data["results"] if row["kind"] == "stage"]
-    seqlens = ",".join(map(str, report.lengths(data)))
-    origin = (f"{report.title(data)}, N={N}, counted by `python bench.py --seqlens {seqlens}` without "
-              f"a GPU. Counting takes {min(slower):.0f} to {max(slower):.0f} times as long as the same call "
-              "in the simulator without it.")
-    return "\n".join([*lines, "", origin])
-
-
-def counts() -> str:
-    """What the simulator counts beside what an H200 did, kernel by kernel."""
-    folder = RESULTS / "h200"
-    data = json.loads((folder / "counts_fwd.json").read_text())
-    patterns = len(json.loads((folder / "banks.json").read_text())["patterns"])
-    header = ("kernel", "HBM reads: simulator", "asked of L1", "asked of L2", "of HBM",
-              "shared loads: simulator", "H200")
-    lines = [f"| {' | '.join(header)} |", "|---|" + "---:|" * 6]
-    same = True
-    for row in data["kernels"]:
-        ours, gpu = row["simulator"], row["gpu"]
-        if "ldmatrix requests" in gpu:      # in 16 bits
-            continue
-        hbm = [what for what in ours if what.startswith("HBM")]
-        same &= all(ours[what] == gpu[what] for what in hbm)
-        sizes = (32 * ours["HBM read sectors"], 32 * gpu["HBM read sectors"],
-                 32 * gpu["sectors that L1 read from L2"], gpu["bytes read from HBM"])
-        loads = (x["shared read requests"] for x in (ours, gpu))
-        cells = [*map(report.size, sizes), *(f"{n:,}" if n else "-" for n in loads)]
-        lines.append(f"| {row['stage']}: {row['kernel'].removesuffix('_kernel')} | {' | '.join(cells)} |")
-    shape = " ".join(f"{name}={data['shape'][name]}" for name in "BHNd")
-    assert same, "the simulator's requests or sectors of HBM differ from the GPU's"
-    origin = (f"{shape} fp32 not causal; {data['device']}, {data['date']}, by NVIDIA's profiler "
-              "(`results/counts.py`). Requests and sectors of HBM, read and written, are the same in both "
-              "for every kernel. Wavefronts follow a model of the 32 banks that agrees with this GPU for all "
-              f"{patterns} patterns of indices that were tried, as loads and stores of 4, 8 and 16 bytes.")
-    return "\n".join([*lines, "", origin])
-
-
-def conflicts() -> str:
-    """Wavefronts of shared memory in mma and in swizzle, which differ in the swizzle alone: the simulator's,
-    and on an H200 those of ldmatrix, and the time for which shared memory is busy."""
-    data = json.loads((RESULTS / "h200" / "ncu_fwd.json").read_text())
-    counted = json.loads((RESULTS / "h200" / "counts_fwd.json").read_text())
-    found = {row["stage"]: [row[who]["ldmatrix wavefronts"] for who in ("simulator", "gpu")]
-             for row in counted["kernels"] if row["stage"] in ("mma", "swizzle")}
-    assert all(ours == gpu for ours, gpu in found.values()), "ldmatrix's wavefronts differ from the GPU's"
-    B, H, N, d = (data["shape"][name] for name in "BHNd")
-    q, k, v = torch.randn(3, 1, 1, N, d, dtype=torch.bfloat16)
-    rows = {}
-    for stage in ("mma", "swizzle"):
-        with flash.inspect() as report:
-            flash.attention(q, k, v, causal=data["shape"]["causal"], stage=stage)
-        shared = [a for a in report.accesses if a.memory == "shared"]
-        loads = [a for a in shared if "ldmatrix" in a.place.text]
-        kernel = next(kernel for kernel in data["kernels"] if kernel["stage"] == stage)
-        what = {metric["what"]: metric["value"] for metric in kernel.values() if isinstance(metric, dict)}
-        rows[stage] = (sum(a.units for a in loads) / sum(a.requests for a in loads),
-                       B * H * sum(a.units for a in shared), what["of that, for shared memory"],
-                       what["time"] / 1e6)
-    header = ("stage", "wavefronts for an ldmatrix of four: simulator", "all of shared memory's: simulator",
-              "shared memory busy: H200", "of so many ms")
-    lines = [f"| {' | '.join(header)} |", "|---|" + "---:|" * 4]
-    lines += [f"| {stage} | {each:.0f} | {total:,} | {busy:.0f} % | {ms:.3f} |"
-              for stage, (each, total, busy, ms) in rows.items()]
-    simulated, measured = (mma / swizzle for mma, swizzle in zip(
-        *((total, busy * ms) for _, total, busy, ms in rows.values())))
-    shape, small = (" ".join(f"{name}={x['shape'][name]}" for name in "BHNd") for x in (data, counted))
-    return "\n".join([*lines, "", f"{shape} bf16 causal; {data['device']}, {data['date']}, by NVIDIA's "
-                      f"profiler (`results/ncu.py`). In mma, shared memory has {simulated:.2f} times as many "
-                      f"wavefronts as in swizzle by the simulator, and is busy {measured:.2f} times as long "
-                      "on the GPU. The profiler's own count of ldmatrix's wavefronts, in a smaller call "
-                      f"({small}, not causal; `results/counts.py`), is the simulator's: "
-                      f"{' and '.join(f'{gpu:,} in {stage}' for stage, (_, gpu) in found.items())}."])
-
-
-def planted_bugs() -> str:
-    """What the checker finds in the corpus of planted bugs, beside compute-sanitizer where that has run."""
-    gpu = RESULTS / "h200" / "corpus.json"
-    return corpus.table(json.loads((RESULTS / "cpu" / "corpus.json").read_text()),
-                        json.loads(gpu.read_text()) if gpu.is_file() else None)
-
-
-def stage_mutants() -> str:
-    """How many mutants of the stages are found."""
-    return mutants.table(json.loads((RESULTS / "cpu" / "mutants.json").read_text()))
 
 
 def lessons() -> str:

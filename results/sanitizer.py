@@ -153,7 +153,8 @@ def main() -> None:
                  "twin": {tool: twins[tool, case.topic].result()[case.name] for tool in TOOLS}}
                 for cases in by_topic for case in cases]
     result = {"date": str(date.today()), "device": flash.describe_device(torch.device("cuda")),
-              "compute-sanitizer": version[1] if version else "", "flags": " ".join(FLAGS), "cases": rows}
+              "compute-sanitizer": version[1] if version else "", "flags": " ".join(FLAGS),
+              "limit_s": args.limit, "cases": rows}
     (args.folder / "corpus.json").write_text(json.dumps(result, indent=1) + "\n")
     for row in rows:
         said = {tool: row["bug"][tool]["verdict"] for tool in TOOLS}

@@ -46,7 +46,7 @@
 //
 // Changed from naive: everything but the five products.
 //
-// Bound by shared memory, like flash2: it is busy 62 % of the time, and the multipliers 35 % (H200, B4 H12
+// Bound by shared memory, like flash2: it is busy 61 % of the time, and the multipliers 35 % (H200, B4 H12
 // N1024 d64 causal). The tiles of K, V, Q, dO, P and dS take 97 KB, so two blocks fit on a multiprocessor, 16
 // warps of 64. The atomics hardly count: no thread waits for them, and L2, which carries them out, is busy
 // 5 % of the time.

@@ -31,9 +31,9 @@
 // Changed from recompute: its kernel loses dQ (line 15 of Algorithm 2, and line 3 before it), and is called
 // dKV_kernel. dQ_kernel is new, but its lines are known from there and from flash2.
 //
-// Bound by shared memory, as recompute is: it is busy 64 % of the time in dKV_kernel and 54 % in dQ_kernel
-// (H200, B4 H12 N1024 d64 causal). Without the fifth product and its atomics, dKV_kernel takes 22 % less time
-// than recompute's kernel. dQ_kernel, with three products, takes as long as dKV_kernel with four.
+// Bound by shared memory, as recompute is: it is busy 63 % of the time in dKV_kernel and 54 % in dQ_kernel
+// (H200, B4 H12 N1024 d64 causal). Without the fifth product and its atomics, dKV_kernel takes 21 % less time
+// than recompute's kernel. dQ_kernel, with three products, takes nearly as long as dKV_kernel with four.
 //
 // Stays because the same bits every run are worth its price to some: the ladder's fp32 branch goes on from
 // recompute, and this stage is what deterministic=True takes in fp32.

@@ -39,16 +39,18 @@
 // and the masks stay. Lines 10 and 13 of Algorithm 2 are no longer one loop. Columns from d to the next
 // multiple of 32 are zeros in shared memory, so that no product asks for them.
 //
-// Bound by shared memory, as its counts say (flash.inspect(), d=64). For a tile of S a multiprocessor needs
-// 10,240 cycles for multiplications. nvcc merges loads of four neighbours into one of 16 bytes by itself
-// (sm_90a: all 42 of the products), and these take 14,300 wavefronts, a cycle each; stores of P and dS take
-// 4,900. The four rows that a warp reads of Q, dO and dS lie in the same banks.
+// Bound by waiting: a warp waits 39 % of its time for global memory, and registers leave room for 8 warps
+// only. Meanwhile shared memory is busy 39 % of the time, the multipliers 25 % (H200, B4 H12 N1024 d64
+// causal). By its counts shared memory comes next (flash.inspect(), d=64). For a tile of S a multiprocessor
+// needs 10,240 cycles for multiplications. nvcc merges loads of four neighbours into one of 16 bytes by
+// itself (sm_90a: all 42 of the products), and these take 14,300 wavefronts, a cycle each; stores of P and dS
+// take 4,900. The four rows that a warp reads of Q, dO and dS lie in the same banks.
 //
 // For d > 128 a block takes up to 168 KB of shared memory: d = 256 needs an H100. Left the choice,
 // attention() takes the best stage that fits.
 //
-// Stays because the outer product is what the next two rungs feed, as in the forward: alone it trades loads
-// for bank conflicts, and loses to recompute.
+// Stays because the outer product is what the next two rungs feed, as in the forward: alone it waits for its
+// loads, meets bank conflicts, and loses to recompute.
 #pragma once
 #include "common/launch.cuh"
 #include "common/mask.cuh"

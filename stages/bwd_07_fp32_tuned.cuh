@@ -35,8 +35,8 @@
 //
 // Changed from conflict_free: the list above.
 //
-// Bound by the multipliers and what feeds them: multipliers are busy 63 % of the time, issue slots 73 %,
-// shared memory 50 %, HBM 4 % (H200, B4 H12 N1024 d64 causal). That is 68 % of the speed of PyTorch's product
+// Bound by the multipliers and what feeds them: multipliers are busy 63 % of the time, issue slots 72 %,
+// shared memory 50 %, HBM 4 % (H200, B4 H12 N1024 d64 causal). That is 67 % of the speed of PyTorch's product
 // of large fp32 matrices (docs/measurements.md), which keeps the multipliers busy 77 % of the time.
 #pragma once
 #include "common/conflict_free.cuh"

@@ -33,8 +33,10 @@
 //
 // Changed from split_warps: the loads; prepare_kernel instead of D_kernel and clear_kernel.
 //
-// Bound by waiting at its barriers: for the half of the warps that makes exponentials, and for dQ, which no
-// other work hides.
+// Bound by latencies: of its time a warp waits 26 % for its own instructions, 18 % for global memory (in
+// split_warps 34 %), and 12 % at barriers: for the half of the warps that makes exponentials, and for dQ,
+// which no other work hides. The tensor cores are busy 26 % of the time (H200, bf16, B4 H12 N1024 d64
+// causal).
 #pragma once
 #include "common/copy_tile.cuh"
 #include "common/exp2.cuh"

@@ -16,7 +16,7 @@
 // N_q times. Each number of Q is loaded Tc times, as in naive, where the lanes of a warp share it.
 //
 // These are loads, not HBM traffic: in naive the caches served nearly all of them. HBM moves 200 MB during
-// scores_kernel in both stages, and that is S itself. What the tiles relieve is L1, which is busy 37 % of the
+// scores_kernel in both stages, and that is S itself. What the tiles relieve is L1, which is busy 38 % of the
 // time instead of 99 % (H200, B4 H12 N1024 d64 causal).
 //
 // The layout, which all stages up to flash2 keep: a block has 8 warps. A warp owns Br / 8 rows of the tile,
@@ -43,7 +43,7 @@
 // multiply meanwhile. Registers limit them. scores_kernel needs 79 registers a thread, rounded up to 80, so
 // of a multiprocessor's 65,536 there are enough for 3 blocks: 24 warps of the 64 that it could hold.
 // output_kernel needs 108, rounded up to 112: 2 blocks, 16 warps. (By formula, from ptxas's report for sm_90
-// at d=64; the profiler counts 37 % and 25 % of the 64. Shared memory, 33 KB a block, would allow 6 blocks.)
+// at d=64; the profiler counts 37 % and 24 % of the 64. Shared memory, 33 KB a block, would allow 6 blocks.)
 // softmax_kernel has nothing to multiply, and uses 56 % of HBM's bandwidth. N x N numbers still cross HBM
 // four times: S is written and read, P is written and read. softmax_kernel reads S three times, but twice
 // finds it in the caches.

@@ -35,7 +35,7 @@
 // asked of an object, Mask (common/mask.cuh), as in all later stages. And three blocks are to fit on a
 // multiprocessor, so a thread gets at most 80 registers. (At d=128 with a causal mask, 12 bytes are spilled.)
 //
-// Bound by shared memory: it is busy 61 % of the time, and the multipliers are busy 27 % (H200, B4 H12 N1024
+// Bound by shared memory: it is busy 62 % of the time, and the multipliers are busy 28 % (H200, B4 H12 N1024
 // d64 causal). In Q K^T a warp reads `rows` numbers of Q and 32 * cols of K for rows * 32 * cols
 // multiplications. In P V it reads `rows` numbers of P and 32 * dims of V for rows * 32 * dims. A larger
 // piece of S and O per thread would need fewer loads. And a causal tile on the diagonal is computed in full,

@@ -69,8 +69,8 @@
 // Changed from wmma: a fragment is a plain array of registers whose elements have known places. S, P and O
 // have left shared memory, and what is done to them is done in registers, as in flash2.
 //
-// Bound by shared memory: it is busy 89 % of the time, as bank conflicts make an ldmatrix take 32 wavefronts
-// instead of 4; the tensor cores are busy 8 % (H200, bf16, B4 H12 N1024 d64 causal). So this stage is slower
+// Bound by shared memory: it is busy 88 % of the time, as bank conflicts make an ldmatrix take 32 wavefronts
+// instead of 4; the tensor cores are busy 7 % (H200, bf16, B4 H12 N1024 d64 causal). So this stage is slower
 // than wmma, whose tiles are padded.
 //
 // Stays because it is the lesson of the next rung: S, P and O have left shared memory, and bank conflicts

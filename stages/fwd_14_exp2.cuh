@@ -26,7 +26,8 @@
 // common/softmax.cuh, for this stage and the later ones.
 //
 // Bound by the latency of its own instructions, one after the other: a warp multiplies, or makes
-// exponentials.
+// exponentials. The tensor cores are busy 35 % of the time, issue slots are used 42 % (H200, bf16, B4 H12
+// N1024 d64 causal).
 #pragma once
 #include "common/copy_tile.cuh"
 #include "common/launch.cuh"

@@ -29,6 +29,9 @@
 // Changed from wide_warps: these.
 //
 // HBM traffic without caches (hbm, above): as in flash2, with 2 bytes an element; L stays a float.
+//
+// Bound by the latency of its own instructions, as the stages before: the tensor cores are busy 40 % of the
+// time, shared memory 61 %, issue slots are used 49 % (H200, bf16, B4 H12 N1024 d64 causal).
 #pragma once
 #include "common/address.cuh"
 #include "common/copy_tile.cuh"

@@ -125,8 +125,10 @@ def test_the_table():
     def answers(**others):
         return {tool: {"verdict": others.get(tool, "clean")} for tool in corpus.TOOLS}
 
-    gpu = {"date": "2030-01-03", "device": "a GPU", "compute-sanitizer": "1.2", "flags": "-O3", "cases": [
-        {"topic": "two_words", "name": "a", "bug": answers(synccheck="hang"), "twin": answers()},
+    gpu = {"date": "2030-01-03", "device": "a GPU", "compute-sanitizer": "1.2", "flags": "-O3",
+           "limit_s": 7.0, "cases": [
+        {"topic": "two_words", "name": "a", "bug": answers(**dict.fromkeys(corpus.TOOLS, "hang")),
+         "twin": answers()},
         {"topic": "two_words", "name": "b", "bug": answers(memcheck="failed", racecheck="warning"),
          "twin": answers(initcheck="found")}]}
     text = corpus.table(ours, gpu)
@@ -135,6 +137,7 @@ def test_the_table():
         "| other | 1 | 1 | 0 | 0 | 0 | 0 | 0 | 0 | 0 | 0 |",
         "| **all** | 3 | 2 | 1 | 1 | 0 | 1 | 0 | 0 | 1 | 1 |"]
     assert "Found by compute-sanitizer alone: `b`." in text and "1 newer cases have not run there." in text
+    assert "False there: `b`. Not done within 7 s under any tool: `a`." in text
 
 
 # ------------------------------------------------------------------------------------------ on a GPU

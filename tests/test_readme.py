@@ -81,6 +81,23 @@ def test_backward_results(results):
     assert text.endswith("(results/h200/bench_bwd_time.png)")
 
 
+def test_host_time(tmp_path, results):
+    """Steps by machine, a dash for one that was not taken there; whole calls where there is a GPU."""
+    found = {"cpu": {"device": "CPU, in the simulator", "steps": [{"step": "a key", "us": 8.75}]},
+             "h200": {"device": "a GPU (sm_90), CUDA", "calls": [
+                 {"call": "ours", "forward_us": 34.08, "forward_backward_us": 200.0}],
+                 "steps": [{"step": "a key", "us": 5.0}, {"step": "memory", "us": 7.0}]}}
+    (tmp_path / "cpu").mkdir()
+    for folder, data in found.items():
+        text = json.dumps(data | {"date": "2030-01-02", "shape": [1, 2], "dtype": "fp32"})
+        (tmp_path / folder / "host.json").write_text(text)
+    lines = readme.host().splitlines()
+    assert lines[0] == "| us, without a kernel | CPU | a GPU |"
+    assert lines[2:4] == ["| a key | 8.8 | 5.0 |", "| memory | - | 7.0 |"]
+    assert lines[5].startswith("| us, with the launches: a GPU |") and lines[7] == "| ours | 34.1 | 200.0 |"
+    assert "(1, 2), fp32; CPU, in the simulator; 2030-01-02. And (1, 2), fp32; a GPU" in lines[-1]
+
+
 def ratio_row(direction, dtype, d, causal, N, name, ms, **others):
     """A row as ratios.py writes it."""
     return {"pass": direction, "dtype": dtype, "d": d, "causal": causal, "B": 4, "H": 12, "H_kv": 12, "N": N,

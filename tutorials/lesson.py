@@ -40,7 +40,7 @@ from tutorials.figures.staircase import staircase as draw_staircase
 __all__ = ["DEVICE", "HTML", "Markdown", "Path", "answers", "break_stage", "code", "diff", "display", "error",
            "exercises", "findings", "flash", "format_bytes", "gpu", "gradient_errors", "gradients",
            "hide_answers", "measure", "plt", "results", "show", "staircase", "table", "tensors", "times",
-           "torch"]
+           "torch", "waiting"]
 
 DEVICE = flash.default_device()
 RESULTS = flash.ROOT / "results"
@@ -168,6 +168,15 @@ def _backward_call(q, k, v, causal: bool, stage, tiles: dict):
 def results(name: str = "h200/bench_fwd") -> dict:
     """What was measured: results/<name>.json, such as h200/bench_fwd, h200/bf16/bench_bwd, cpu/bench_fwd."""
     return json.loads((RESULTS / f"{name}.json").read_text())
+
+
+def waiting(counters: dict[str, float], what: str = "L1, L2 or HBM") -> float:
+    """The share of its time for which a warp waits for this, from a kernel's counters in ncu_*.json.
+
+    The profiler has the warps that wait, for each instruction that is issued; a scheduler holds 16 at most.
+    """
+    warps = 16 * counters["warps, of the most possible"] / counters["issue slots used"]
+    return counters[f"warps waiting for {what}"] / warps
 
 
 # ------------------------------------------------------------------------------------------ showing

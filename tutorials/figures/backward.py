@@ -11,7 +11,7 @@ from flash_ladder.simulator.tables import format_bytes
 from . import COLOURS, arrow, blank, box, canvas
 
 STAGES = {"naive": COLOURS["grey"], "recompute": COLOURS["Q"], "deterministic": COLOURS["K"],
-          "vectorized": COLOURS["O"], "mma": COLOURS["Q"], "cp_async": COLOURS["O"]}
+          "fp32_tuned": COLOURS["O"], "mma": COLOURS["Q"], "cp_async": COLOURS["O"]}
 PEERS = {"PyTorch efficient (3xTF32)": "#444444", "PyTorch math": COLOURS["HBM"], "PyTorch flash": "#444444"}
 
 

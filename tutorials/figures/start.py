@@ -143,7 +143,8 @@ def ladder(groups: list[tuple[str, list[tuple[str, float]], float]]) -> Figure:
             axes.text(x, speed, f"{speed:.3g}", ha="center", va="bottom", fontsize=9)
         axes.axhline(ceiling, color="#666666", ls="--", lw=1)
         axes.text(-0.4, ceiling, f"matrix product: {ceiling:.3g}", va="bottom", fontsize=8, color="#444444")
-        axes.set_xticks(range(len(rows)), [name for name, _ in rows], fontsize=8, rotation=15)
+        axes.set_xticks(range(len(rows)), [name for name, _ in rows], fontsize=8, rotation=30, ha="right",
+                        rotation_mode="anchor")
         axes.set_yscale("log")
         axes.set_ylim(min(speed for _, speed in rows) / 2, ceiling * 3)
         axes.set_ylabel("TFLOP/s, logarithmic", fontsize=8)

@@ -130,16 +130,20 @@ def occupancy(kernels: list[dict]) -> Figure:
     fits = [min(64, 65536 // (32 * 8 * math.ceil(r / 8))) / 64 * 100 for r in registers]
     left.plot(registers, fits, color="#444444", lw=1.2)
     left.text(52, 66, "65,536 registers allow this", fontsize=9)
-    marked = {"flash2": COLOURS["Q"], "vectorized to fp32_tuned": COLOURS["O"],
-              "naive, scores": COLOURS["grey"]}
+    rungs = dict.fromkeys(("register_tiles", "vectorized", "conflict_free", "prefetch"), COLOURS["K"])
+    colours = {"flash2": COLOURS["Q"], **rungs, "fp32_tuned": COLOURS["O"]}
+    texts = {"register_tiles": "register_tiles to prefetch"}, {"conflict_free": "conflict_free, prefetch"}
+    near = {"flash2": (6, 6), "fp32_tuned": (6, 6), "naive, scores": (6, 6), "register_tiles": (4, -12)}, {
+        "flash2": (6, 6), "fp32_tuned": (7, -3), "naive, scores": (6, 6), "register_tiles": (8, -16),
+        "vectorized": (7, -3), "conflict_free": (6, 6)}              # where a text is, in points
     for kernel in kernels:
-        colour = marked.get(kernel["name"], COLOURS["grey"])
-        for axes, x, y in ((left, "registers", "warps"), (right, "warps", "fma")):
+        name, colour = kernel["name"], colours.get(kernel["name"], COLOURS["grey"])
+        for panel, (axes, x, y) in enumerate(((left, "registers", "warps"), (right, "warps", "fma"))):
             axes.plot(kernel[x], kernel[y], "o", color=colour, markersize=7)
-            if kernel["name"] in marked:
-                corner = kernel[x] > 90 > kernel[y] and axes is right
-                axes.annotate(kernel["name"], (kernel[x], kernel[y]), xytext=(6, 6), fontsize=9,
-                              textcoords="offset points", ha="right" if corner else "left")
+            if name in near[panel]:
+                at_the_right = kernel[x] > (200 if axes is left else 90)
+                axes.annotate(texts[panel].get(name, name), (kernel[x], kernel[y]), xytext=near[panel][name],
+                              fontsize=9, textcoords="offset points", ha="right" if at_the_right else "left")
     left.set(xlabel="registers a thread", ylabel="resident warps, % of 64", ylim=(0, 108))
     right.set(xlabel="resident warps, % of 64", ylabel="multipliers busy, %", xlim=(0, 105), ylim=(0, 75))
     for axes in (left, right):
