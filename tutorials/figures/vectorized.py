@@ -134,7 +134,7 @@ def occupancy(kernels: list[dict]) -> Figure:
     colours = {"flash2": COLOURS["Q"], **rungs, "fp32_tuned": COLOURS["O"]}
     texts = {"register_tiles": "register_tiles to prefetch"}, {"conflict_free": "conflict_free, prefetch"}
     near = {"flash2": (6, 6), "fp32_tuned": (6, 6), "naive, scores": (6, 6), "register_tiles": (4, -12)}, {
-        "flash2": (6, 6), "fp32_tuned": (7, -3), "naive, scores": (6, 6), "register_tiles": (8, -16),
+        "flash2": (6, 6), "fp32_tuned": (7, -8), "naive, scores": (6, 6), "register_tiles": (8, -16),
         "vectorized": (7, -3), "conflict_free": (6, 6)}              # where a text is, in points
     for kernel in kernels:
         name, colour = kernel["name"], colours.get(kernel["name"], COLOURS["grey"])
