@@ -41,10 +41,11 @@
 // Changed from transposed: which warp makes what. (X is S and P, or dP and dS: half of the warps know it by
 // one name, half by the other.)
 //
-// Bound by waiting: a warp waits 34 % of its time for global memory, that is for the tiles of Q and dO, and
-// 12 % at three barriers. The tensor cores are busy 19 % of the time, shared memory 28 %, issue slots are
-// used 25 % (H200, bf16, B4 H12 N1024 d64 causal). At d = 128 without a mask some 20 bytes are spilled,
-// beside the registers that a tile waits in on its way from HBM: the next stage needs none.
+// Bound by waiting: a warp waits 34 % of its time for global memory, above all for the tiles of Q and dO
+// (cp_async, which has these copied meanwhile, waits half as much), and 12 % at three barriers. The tensor
+// cores are busy 19 % of the time, shared memory 28 %, issue slots are used 25 % (H200, bf16, B4 H12 N1024
+// d64 causal). At d = 128 without a mask some 20 bytes are spilled, beside the registers that a tile waits in
+// on its way from HBM: the next stage needs none.
 #pragma once
 #include "common/exp2.cuh"
 #include "common/launch.cuh"
