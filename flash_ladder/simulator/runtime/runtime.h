@@ -17,6 +17,7 @@
 // Every CUDA thread of a block is a fiber (a stack of its own). All fibers of a block run on one OS thread,
 // one at a time, each until it has to wait for others. Different blocks run on different OS threads.
 #pragma once
+#include <atomic>
 #include <deque>
 #include <map>
 #include <memory>
@@ -155,7 +156,11 @@ std::string at(Site site);
 uint64_t next_random(uint64_t& state);
 
 // signals.cpp
-bool interrupted();                        // by Ctrl-C, or as the time is over
+extern std::atomic<bool> somebody_is_interrupted;
+bool this_thread_is_interrupted();
+inline bool interrupted() {                // by Ctrl-C, or as the time is over
+  return somebody_is_interrupted.load(std::memory_order_relaxed) && this_thread_is_interrupted();
+}
 std::string why_interrupted();
 std::string source_line(const void* pc);   // " at ..."
 

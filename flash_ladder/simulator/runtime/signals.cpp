@@ -39,7 +39,7 @@ static rlimit memory_limit;                             // as it was
 
 static int wake_ticker[2] = {-1, -1};                   // a pipe
 static std::atomic<bool> stop_requested;                // Ctrl-C
-static std::atomic<bool> somebody_is_overdue;
+std::atomic<bool> somebody_is_interrupted;              // this, or a time limit
 static SIM_THREAD_LOCAL RunningThread* this_thread;
 
 static double now() {
@@ -48,10 +48,7 @@ static double now() {
   return double(t.tv_sec) + 1e-9 * double(t.tv_nsec);
 }
 
-bool interrupted() {
-  return stop_requested.load(std::memory_order_relaxed) ||
-         (somebody_is_overdue.load(std::memory_order_relaxed) && this_thread && this_thread->overdue);
-}
+bool this_thread_is_interrupted() { return stop_requested || (this_thread && this_thread->overdue); }
 
 std::string why_interrupted() {
   if (!this_thread || !this_thread->overdue) return "interrupted";
@@ -188,10 +185,10 @@ static void on_signal(int signal, siginfo_t* info, void* context) {
   const void* pc = program_counter(context);
   if (signal == SIGINT || signal == SIGURG) {
     if (signal == SIGINT) {
-      stop_requested = true;
+      stop_requested = somebody_is_interrupted = true;
       [[maybe_unused]] const ssize_t written = write(wake_ticker[1], "", 1);
     } else if (this_thread && this_thread->deadline && now() >= this_thread->deadline) {
-      this_thread->overdue = somebody_is_overdue = true;
+      this_thread->overdue = somebody_is_interrupted = true;
     }
     if (interrupted() && code_under_way() && (in_stage_code(pc) || waits_in_the_system(pc)))
       abandon(place_in_stage(pc, stack_pointer(context)), why_interrupted());
@@ -292,9 +289,9 @@ Guard::Guard() {
 Guard::~Guard() {
   std::lock_guard<std::mutex> lock(mutex);
   if (--guards) return;
-  somebody_is_overdue = false;
   setrlimit(RLIMIT_AS, &memory_limit);
   for (int i = 0; i < SIGNAL_COUNT; i++) sigaction(SIGNALS[i], &previous[i], nullptr);
+  somebody_is_interrupted = false;
   if (stop_requested.exchange(false)) raise(SIGINT);        // for Python, which raises KeyboardInterrupt
 }
 
