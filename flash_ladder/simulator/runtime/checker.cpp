@@ -28,7 +28,7 @@ uint16_t number_of(const void* pc, int array, Kind kind) {
 [[noreturn]] static void forbid(const char* p, size_t bytes, Kind kind, const void* pc) {
   Worker& w = *worker;
   const bool shared = size_t(p - (w.shared - GUARD_BYTES)) < ARENA_BYTES + 2 * GUARD_BYTES;
-  const Memory* near = shared ? checker->shared.get() : nearest_array(p);
+  const Memory* near = shared ? w.shadow.get() : nearest_array(p);
   int array = shared ? SHARED : NO_ARRAY;
   char text[200];
   if (shared) {
@@ -75,7 +75,7 @@ static void look_at_stored(Fiber& f) {
   f.stored = nullptr;
   if (!is_poison(p, f.stored_bytes)) return;
   const int array = checker->accesses[f.stored_access].array;
-  const Memory& m = array == SHARED ? *checker->shared : *checker->arrays[array];
+  const Memory& m = array == SHARED ? *worker->shadow : *checker->arrays[array];
   found_poison(f.stored_access, array, p - m.base, f.stored_bytes);
 }
 
@@ -99,7 +99,7 @@ void observe(const void* address, size_t bytes, Kind kind, const void* pc, Asks 
     if (array == NO_ARRAY && is_known_otherwise(*w, p)) return;
     if (array == NO_ARRAY) forbid(p, bytes, kind, pc);
   }
-  Memory& m = array == SHARED ? *checker->shared : *checker->arrays[array];
+  Memory& m = array == SHARED ? *w->shadow : *checker->arrays[array];
   if (p + bytes > m.base + m.bytes) forbid(p, bytes, kind, pc);
   const uint16_t access = number_of(pc, array, kind);
   const uint64_t offset = p - m.base;
@@ -122,8 +122,7 @@ void observe(const void* address, size_t bytes, Kind kind, const void* pc, Asks 
 }
 
 // -------------------------------------------------------------------------------- a launch
-void begin_checked_launch(Worker& w) {
-  const Launch& launch = *w.launch;
+void begin_checked_launch(const Launch& launch) {
   checker->launch++;
   forget_atomics();
   auto& kernels = checker->kernels;
@@ -139,16 +138,13 @@ void begin_checked_launch(Worker& w) {
   k.launches++;
   for (Counters& c : k.counters) c.touched.clear();
   k.traffic.resize(checker->arrays.size());
-  if (!checker->shared || checker->shared->base != w.shared || checker->shared->shift != 2)
-    checker->shared = std::make_unique<Memory>("shared memory", w.shared, ARENA_BYTES);
 }
 
 void begin_checked_block(Worker& w) {
-  const dim3 g = w.launch->grid;
-  checker->block = w.block_index.x + g.x * (w.block_index.y + g.y * w.block_index.z);
-  checker->block_epoch++;
+  w.epoch = ++checker->blocks;
   checker->kernel->blocks++;
-  std::fill(checker->shared->state.begin(), checker->shared->state.end(), 0);
+  if (!w.shadow) w.shadow = std::make_shared<Memory>("shared memory", w.shared, ARENA_BYTES);
+  std::fill(w.shadow->state.begin(), w.shadow->state.end(), 0);
   begin_time(w);
 }
 
@@ -167,8 +163,8 @@ void thread_has_ended(Worker& w) {
   if (f.stored) look_at_stored(f);
 }
 
-void shared_array_declared(Worker&, const SharedArray& a) {
-  Memory& m = *checker->shared;
+void shared_array_declared(Worker& w, const SharedArray& a) {
+  Memory& m = *w.shadow;
   if (a.bytes % m.granule()) m.refine(0);
   for (size_t i = a.offset >> m.shift; i < (a.offset + a.bytes) >> m.shift; i++) m.state[i] |= Memory::VALID;
 }

@@ -10,8 +10,8 @@
 //   counters.cpp   what it costs: the sectors and wavefronts of a warp's requests
 //   report.cpp     findings and counts, as JSON for Python
 //
-// A checked launch runs its blocks one after the other, on one OS thread, and holds checker_mutex. So do the
-// functions that Python calls.
+// A checked launch runs its blocks on one OS thread, and holds checker_mutex. So do the functions that Python
+// calls.
 #pragma once
 #include <memory>
 #include <mutex>
@@ -173,13 +173,11 @@ void copy_was_not_waited_for(const Fiber& f, const Copy& copy);
 // -------------------------------------------------------------------------------- checker.cpp
 struct Checker {
   std::vector<std::unique_ptr<Memory>> arrays;   // in global memory; null once forgotten
-  std::unique_ptr<Memory> shared;                // the worker's
   std::vector<Access> accesses;
   std::vector<Kernel> kernels;
   Kernel* kernel = nullptr;                      // that runs
   uint32_t launch = 0;                           // the epoch of global memory
-  uint32_t block_epoch = 0;                      // of shared memory
-  uint32_t block = 0;                            // the number of the block that runs, in its grid
+  uint32_t blocks = 0;                           // of all launches: their numbers are epochs of shared memory
   std::vector<Finding> findings;
   bool more_findings = false;                    // than are kept
 };
@@ -194,7 +192,7 @@ uint16_t number_of(const void* pc, int array, Kind kind);      // of an instruct
 bool is_watched(const void* address);
 void observe(const void* address, size_t bytes, Kind kind, const void* pc, Asks asks,
              const void* operand = nullptr);   // of an atomic
-void begin_checked_launch(Worker& w);
+void begin_checked_launch(const Launch& launch);
 void begin_checked_block(Worker& w);
 void end_checked_block(Worker& w);
 void shared_array_declared(Worker& w, const SharedArray& array);

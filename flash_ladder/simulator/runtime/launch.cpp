@@ -10,6 +10,7 @@
 #include <cstdlib>
 #include <mutex>
 #include <new>
+#include <numeric>
 #include <sys/mman.h>
 #include <system_error>
 #include <thread>
@@ -36,6 +37,21 @@ static char* map_memory(size_t bytes) {
   void* p = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
   if (p == MAP_FAILED) throw std::bad_alloc();
   return static_cast<char*>(p);
+}
+
+static Worker* take_worker(const Launch& launch) {
+  std::lock_guard<std::mutex> lock(mutex);
+  Worker* w = idle_workers.empty() ? new Worker : idle_workers.back();
+  if (!idle_workers.empty()) idle_workers.pop_back();
+  const auto allowed = opted_in_shared.find(launch.kernel);
+  w->opted_in = allowed != opted_in_shared.end() && size_t(allowed->second) >= launch.dynamic_shared;
+  return w;
+}
+
+// Of the order of threads and blocks; 0: blocks by their numbers, threads first come, first served
+static uint64_t random_seed() {
+  const char* seed = getenv("FLASH_SIM_SEED");
+  return seed && *seed ? (strtoull(seed, nullptr, 10) + 1) * 0x9E3779B97F4A7C15ull : 0;
 }
 
 static void prepare(Worker& w, const Launch& launch, size_t threads) {
@@ -69,36 +85,64 @@ static void prepare(Worker& w, const Launch& launch, size_t threads) {
     f.warp = f.number / WARP_SIZE;
     f.lane = f.number % WARP_SIZE;
   }
-  const char* seed = getenv("FLASH_SIM_SEED");
-  w.seed = seed && *seed ? (strtoull(seed, nullptr, 10) + 1) * 0x9E3779B97F4A7C15ull : 0;
+  w.seed = random_seed();
   w.copies_land = *when_copies_land();
   w.launch = &launch;
+  w.shadow.reset();
   w.error.clear();
   w.error_sites.clear();
   w.error_is_found = false;
 }
 
+// -------------------------------------------------------------------------------- blocks
+// So many run by turns on an OS thread where they wait for one another: as on a multiprocessor of an H100
+static size_t most_under_way(size_t threads) { return std::min(size_t(32), 2048 / threads); }
+
+// Blocks start in the order of their numbers; with a seed, within stretches of `most`, in another one. In
+// either, a block that waits for those of lower numbers comes to its end.
+static size_t nth_block(size_t n, size_t blocks, size_t most, uint64_t seed) {
+  if (!seed) return n;
+  const size_t first = n / most * most;
+  std::vector<size_t> order(std::min(most, blocks - first));
+  std::iota(order.begin(), order.end(), first);
+  uint64_t random = seed ^ (first + 1) * 0xD6E8FEB86659FD93ull;
+  for (size_t i = order.size(); i > 1; i--) std::swap(order[i - 1], order[next_random(random) % i]);
+  return order[n - first];
+}
+
 static void run_grid(const Launch& launch, size_t threads, size_t blocks, double seconds) {
+  const size_t most = most_under_way(threads);
   std::atomic<size_t> next_block{0};
+  std::atomic<bool> failed{false};
   std::string first_error;
   auto work = [&] {
     RunningThread running_thread(seconds);
-    Worker* w;
-    {
-      std::lock_guard<std::mutex> lock(mutex);
-      w = idle_workers.empty() ? new Worker : idle_workers.back();
-      if (!idle_workers.empty()) idle_workers.pop_back();
-      const auto allowed = opted_in_shared.find(launch.kernel);
-      w->opted_in = allowed != opted_in_shared.end() && size_t(allowed->second) >= launch.dynamic_shared;
-    }
-    Worker* outer = worker;
-    worker = w;
+    Worker* const outer = worker;
+    Worker* w = worker = take_worker(launch);
+    std::vector<Worker*> idle;           // others, without a block
+    std::deque<Worker*> under_way;       // whose blocks wait for other blocks
     try {
       prepare(*w, launch, threads);
-      if (launch.checked) begin_checked_launch(*w);
-      for (size_t i; w->error.empty() && !interrupted() && (i = next_block++) < blocks;)
-        run_block(*w, {unsigned(i % launch.grid.x), unsigned(i / launch.grid.x % launch.grid.y),
-                       unsigned(i / launch.grid.x / launch.grid.y)});
+      while (w->error.empty()) {
+        const size_t n = under_way.size() < most && !failed && !interrupted() ? next_block++ : blocks;
+        if (n < blocks) {
+          begin_block(*w, nth_block(n, blocks, most, w->seed));
+        } else {
+          if (under_way.empty() || failed) break;
+          idle.push_back(w);
+          w = worker = under_way.front();
+          under_way.pop_front();
+        }
+        if (continue_block(*w)) continue;
+        under_way.push_back(w);
+        if (idle.empty()) {
+          w = worker = take_worker(launch);
+          prepare(*w, launch, threads);
+        } else {
+          w = worker = idle.back();
+          idle.pop_back();
+        }
+      }
     } catch (const std::bad_alloc&) {
       w->error = std::string("kernel ") + launch.name + ": not enough memory to simulate a block of " +
                  std::to_string(threads) + " threads";
@@ -109,11 +153,14 @@ static void run_grid(const Launch& launch, size_t threads, size_t blocks, double
     worker = outer;
     std::lock_guard<std::mutex> lock(mutex);
     if (!w->error.empty()) {
-      next_block = blocks;               // the other workers end their block and stop
+      failed = true;                     // the other OS threads end the block that they are at
       if (first_error.empty()) first_error = w->error;
     }
     idle_workers.push_back(w);
+    idle_workers.insert(idle_workers.end(), idle.begin(), idle.end());
+    idle_workers.insert(idle_workers.end(), under_way.begin(), under_way.end());
   };
+  if (launch.checked) begin_checked_launch(launch);
   const char* limit = getenv("FLASH_SIM_THREADS");
   size_t count = limit ? size_t(std::max(1, atoi(limit))) : std::max(1u, std::thread::hardware_concurrency());
   count = launch.checked ? 1 : std::min(count, blocks);   // the checker keeps one book

@@ -7,7 +7,7 @@ namespace sim {
 
 // Does the thread know that everybody's work of that time is done?
 static bool is_past(const Fiber& f, const Lanes& l) {
-  return l.block == checker->block && l.time <= f.past->all_until;
+  return l.block == worker->block && l.time <= f.past->all_until;
 }
 
 static void check_race_with(const Lanes& l, const Fiber& f, int access, int array, uint64_t offset,
@@ -26,7 +26,7 @@ static void found_race_with_source(int access, int array, uint64_t offset, size_
   for (const Fiber& f : worker->fibers)
     for (const Copy& c : f.copies)
       if (p < c.from + c.valid && c.from < p + bytes)
-        return found_race(access, array, offset, bytes, f.number, checker->block,
+        return found_race(access, array, offset, bytes, f.number, worker->block,
                           number_of(c.pc, array, Kind::SOURCE));
 }
 
@@ -46,7 +46,7 @@ static void check_races(const Cell& c, const Fiber& f, int access, int array, ui
 }
 
 template <size_t size> static void note(Lanes (&done)[size], const Fiber& f, uint16_t access) {
-  const uint32_t block = checker->block;
+  const uint32_t block = worker->block;
   const unsigned lane = 1u << f.lane;
   Lanes *place = nullptr, *own = nullptr;
   for (Lanes& l : done) {
@@ -64,7 +64,7 @@ template <size_t size> static void note(Lanes (&done)[size], const Fiber& f, uin
 }
 
 static void note_write(Cell& c, const Fiber& f, uint16_t access, size_t bytes) {
-  c.write = {1u << f.lane, f.now, checker->block, uint16_t(f.warp), access};
+  c.write = {1u << f.lane, f.now, worker->block, uint16_t(f.warp), access};
   c.bytes = uint8_t(bytes);
   for (Lanes& l : c.reads) l.lanes = 0;
   for (Lanes& l : c.atomics) l.lanes = 0;
@@ -103,7 +103,7 @@ static bool lacks_a_part(const Memory& m, size_t first, size_t last, size_t byte
 void check_cells(const Fiber& f, Memory& m, int array, uint16_t access, uint64_t offset, size_t bytes,
                  bool all_written) {
   const Kind kind = checker->accesses[access].kind;
-  const uint32_t epoch = array == SHARED ? checker->block_epoch : checker->launch;
+  const uint32_t epoch = array == SHARED ? worker->epoch : checker->launch;
   Traffic* traffic = array == SHARED ? nullptr : &checker->kernel->traffic[array];
   Counters* counters = array == SHARED ? nullptr : &counters_of(access, m);
   const size_t first = offset >> m.shift, last = (offset + bytes - 1) >> m.shift;
@@ -145,7 +145,7 @@ void observe_for_lane(int lane, const void* address, size_t bytes, const void* p
   const char* p = static_cast<const char*>(address);
   const bool shared = size_t(p - w.shared) < ARENA_BYTES;
   const int array = shared ? SHARED : find_array(p);
-  Memory& m = shared ? *checker->shared : *checker->arrays[array];
+  Memory& m = shared ? *worker->shadow : *checker->arrays[array];
   const uint64_t offset = p - m.base;
   if (!m.allows(offset, bytes)) return;                  // found already
   Fiber* const self = w.current;
@@ -172,7 +172,7 @@ void copy_has_started(const Copy& copy) {
 
 // Its thread has waited for it: for that thread it is written, for others once they synchronise with it.
 void copy_has_landed(Fiber& f, const Copy& copy) {
-  Memory& m = *checker->shared;
+  Memory& m = *worker->shadow;
   const uint64_t offset = copy.to - m.base;
   const uint16_t access = number_of(copy.pc, SHARED, Kind::COPY);
   for (uint64_t i = offset >> m.shift; i <= (offset + copy.bytes - 1) >> m.shift; i++) {
