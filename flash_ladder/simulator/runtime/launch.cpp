@@ -22,7 +22,7 @@ namespace sim {
 static thread_local cudaError_t pending = cudaSuccess;
 static thread_local std::string report;                        // of the last error of this thread
 static thread_local bool reported;                             // that error is of the call under way
-static std::mutex mutex;                                       // guards what follows
+std::mutex launch_mutex;                                       // guards what follows
 static std::unordered_map<const void*, int> opted_in_shared;   // cudaFuncSetAttribute, by kernel
 static std::vector<Worker*> idle_workers;                      // kept for their stacks
 
@@ -40,7 +40,7 @@ static char* map_memory(size_t bytes) {
 }
 
 static Worker* take_worker(const Launch& launch) {
-  std::lock_guard<std::mutex> lock(mutex);
+  std::lock_guard<std::mutex> lock(launch_mutex);
   Worker* w = idle_workers.empty() ? new Worker : idle_workers.back();
   if (!idle_workers.empty()) idle_workers.pop_back();
   const auto allowed = opted_in_shared.find(launch.kernel);
@@ -151,7 +151,7 @@ static void run_grid(const Launch& launch, size_t threads, size_t blocks, double
       w->error = std::string("kernel ") + launch.name + ": " + why_interrupted();
     if (launch.checked && !w->error.empty()) error_found(*w);
     worker = outer;
-    std::lock_guard<std::mutex> lock(mutex);
+    std::lock_guard<std::mutex> lock(launch_mutex);
     if (!w->error.empty()) {
       failed = true;                     // the other OS threads end the block that they are at
       if (first_error.empty()) first_error = w->error;
@@ -191,7 +191,7 @@ static std::string wrong_configuration(const Launch& l, size_t threads, size_t b
   const std::string bytes = std::to_string(l.dynamic_shared) + " bytes of shared memory a block";
   if (l.dynamic_shared > SHARED_MEMORY_PER_BLOCK)
     return bytes + "; at most " + std::to_string(SHARED_MEMORY_PER_BLOCK) + " are possible";
-  std::lock_guard<std::mutex> lock(mutex);
+  std::lock_guard<std::mutex> lock(launch_mutex);
   const auto allowed = opted_in_shared.find(l.kernel);
   if (l.dynamic_shared > SHARED_MEMORY_DEFAULT &&
       (allowed == opted_in_shared.end() || size_t(allowed->second) < l.dynamic_shared))
@@ -208,6 +208,7 @@ extern "C" void sim_launch(const Launch* requested) {
   std::unique_lock<std::mutex> alone(checker_mutex, std::defer_lock);
   if (copy.checked) alone.lock();
   copy.checked &= checker != nullptr;
+  if (!copy.checked) alone = {};
   const size_t threads = size_t(launch->block.x) * launch->block.y * launch->block.z;
   const size_t blocks = size_t(launch->grid.x) * launch->grid.y * launch->grid.z;
   const std::string wrong = wrong_configuration(*launch, threads, blocks);
@@ -229,7 +230,7 @@ extern "C" cudaError_t sim_set_attribute(const void* kernel, cudaFuncAttribute a
                                          std::to_string(SHARED_MEMORY_PER_BLOCK) + " are possible");
     return cudaErrorInvalidValue;
   }
-  std::lock_guard<std::mutex> lock(mutex);
+  std::lock_guard<std::mutex> lock(launch_mutex);
   opted_in_shared[kernel] = value;
   return cudaSuccess;
 }
