@@ -331,8 +331,8 @@ RunningThread::~RunningThread() {
 }
 
 // -------------------------------------------------------------------------------- forks
-// The child has only the thread that forks. No other one may hold a mutex then, so a fork waits for the end of
-// a kernel that another one inspects. What the others ran is not the child's.
+// The child has only the thread that forks. No other one may hold a mutex then, so a fork waits for the end
+// of a kernel that another one inspects. What the others ran is not the child's.
 static bool inspects() { return worker && worker->launch->checked; }   // and holds the checker's mutex
 
 static void before_fork() {
