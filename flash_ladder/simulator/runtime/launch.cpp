@@ -88,7 +88,6 @@ static void prepare(Worker& w, const Launch& launch, size_t threads) {
   w.seed = random_seed();
   w.copies_land = *when_copies_land();
   w.launch = &launch;
-  w.shadow.reset();
   w.error.clear();
   w.error_sites.clear();
   w.error_is_found = false;
@@ -134,14 +133,13 @@ static void run_grid(const Launch& launch, size_t threads, size_t blocks, double
           under_way.pop_front();
         }
         if (continue_block(*w)) continue;
-        under_way.push_back(w);
         if (idle.empty()) {
-          w = worker = take_worker(launch);
-          prepare(*w, launch, threads);
-        } else {
-          w = worker = idle.back();
-          idle.pop_back();
+          idle.push_back(take_worker(launch));
+          prepare(*idle.back(), launch, threads);
         }
+        under_way.push_back(w);
+        w = worker = idle.back();
+        idle.pop_back();
       }
     } catch (const std::bad_alloc&) {
       w->error = std::string("kernel ") + launch.name + ": not enough memory to simulate a block of " +
@@ -156,9 +154,12 @@ static void run_grid(const Launch& launch, size_t threads, size_t blocks, double
       failed = true;                     // the other OS threads end the block that they are at
       if (first_error.empty()) first_error = w->error;
     }
-    idle_workers.push_back(w);
-    idle_workers.insert(idle_workers.end(), idle.begin(), idle.end());
-    idle_workers.insert(idle_workers.end(), under_way.begin(), under_way.end());
+    idle.push_back(w);
+    idle.insert(idle.end(), under_way.begin(), under_way.end());
+    for (Worker* each : idle) {
+      each->shadow.reset();
+      idle_workers.push_back(each);
+    }
   };
   if (launch.checked) begin_checked_launch(launch);
   const char* limit = getenv("FLASH_SIM_THREADS");

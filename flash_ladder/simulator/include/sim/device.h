@@ -96,8 +96,8 @@ template <class T> constexpr void name_shared(const char* name, T* start) {
 
 // -------------------------------------------------------------------------------- local variables
 // The translator puts this after the declaration of a variable without a value. In checked builds a float is
-// then a NaN that arithmetic hands on, and by which the checker knows it: quiet, with a payload of its own. An
-// integer has the same bits: the checker knows it where it is stored as it is, and as an index it leads out of
+// then a NaN that arithmetic hands on, and by which the checker knows it: quiet, with a payload of its own.
+// An integer has the same bits. The checker knows it where it is stored as it is; as an index it leads out of
 // all arrays.
 namespace sim {
 constexpr uint32_t POISON = 0x7fedbeef;
