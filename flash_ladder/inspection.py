@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
+import os
 import threading
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
@@ -25,6 +26,16 @@ def current_report() -> Report | None:
     """That of the inspection under way in this context. (A copy of a context outlives what is in it.)"""
     report = _inspection.get()
     return None if report is None or report.complete else report
+
+
+def _forget_what_others_inspect() -> None:
+    """In the child of a fork, which has the thread that forked alone."""
+    global _one_inspection
+    if not current_report():
+        _one_inspection = threading.Lock()
+
+
+os.register_at_fork(after_in_child=_forget_what_others_inspect)
 
 
 def can_inspect() -> Available:

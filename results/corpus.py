@@ -11,9 +11,10 @@ Kernels have (x, out, count) as arguments: 1000 floats from 1 to 7; 1000 floats 
 import argparse
 import ctypes
 import json
+import os
 import re
 import sys
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from datetime import date
 from pathlib import Path
 
@@ -24,6 +25,7 @@ FOLDER = ROOT / "tests" / "corpus"
 HEAD = re.compile(r"^//! ([\w ]+?) <<<(.*)>>>\n__global__ void (\w+)\(", re.M)
 BUGGY = re.compile(r"^( *)(.*)\n *//! buggy:(.*)$", re.M)
 PLACES = ("bug", "twin")
+SCHEDULES = (("", "late"), ("1", "early"), ("2", "random"))   # FLASH_SIM_SEED, FLASH_SIM_COPIES
 # What follows a topic's kernels: a function that launches one of them, and for nvcc a program that launches
 # those whose numbers are its arguments
 LAUNCHES = """
@@ -144,17 +146,22 @@ def inspected(built: ctypes.CDLL, *chosen: Case):
     return report, errors
 
 
+def set_schedule(seed: str, copies: str) -> None:
+    """Of the launches from now on."""
+    os.environ["FLASH_SIM_SEED"], os.environ["FLASH_SIM_COPIES"] = seed, copies
+
+
 def check(topic: Path) -> list[dict]:
-    """What the checker finds in each case of a topic: in the bug and in the twin."""
-    rows = []
+    """What the checker finds in each case of a topic, in the bug and in the twin, under all schedules."""
     libraries = {place: library(topic, place) for place in PLACES}
-    for case in cases(topic):
-        row = {key: value for key, value in asdict(case).items() if key in ("topic", "name", "expected")}
-        for place in PLACES:
+    found: dict[tuple, set[str]] = {(case, place): set() for case in cases(topic) for place in PLACES}
+    for schedule in SCHEDULES:
+        set_schedule(*schedule)
+        for (case, place), kinds in found.items():
             report, _ = inspected(libraries[place], case)
-            row[place] = sorted({finding.what for finding in report.findings})
-        rows.append(row)
-    return rows
+            kinds |= {finding.what for finding in report.findings}
+    return [{"topic": case.topic, "name": case.name, "expected": case.expected,
+             **{place: sorted(found[case, place]) for place in PLACES}} for case in cases(topic)]
 
 
 def is_found(row: dict) -> bool:

@@ -72,7 +72,7 @@ def lines_of(name: str) -> set[int]:
 
 
 def set_schedule(monkeypatch, seed: str, copies: str) -> None:
-    """The order of threads, and when copies by cp.async are made."""
+    """The order of threads and blocks, and when copies by cp.async are made."""
     monkeypatch.setenv("FLASH_SIM_SEED", seed)
     monkeypatch.setenv("FLASH_SIM_COPIES", copies)
 

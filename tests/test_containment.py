@@ -211,7 +211,85 @@ def test_a_fork_is_contained_too():
     process.join()
 
 
+def test_forks_during_a_call(monkeypatch):
+    """The child has none of it: its calls are right and contained, Ctrl-C and the limit of memory its own."""
+    q, k, v = torch.randn(3, 1, 2, 16, 8)
+    memory = resource.getrlimit(resource.RLIMIT_AS)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    flash.attention(q, k, v, stage=HOSTILE, scale=0.)
+    monkeypatch.setenv("FLASH_SIM_SECONDS", "0.5")
+    done = threading.Event()
+
+    def call_endless():
+        while not done.is_set():
+            with contextlib.suppress(RuntimeError):
+                flash.attention(q, k, v, stage=HOSTILE, scale=30.)
+
+    def is_well() -> bool:
+        limited = resource.getrlimit(resource.RLIMIT_AS) != memory
+        with contextlib.suppress(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(1)
+            return False
+        right = (flash.attention(q, k, v, stage=HOSTILE, scale=0.) == 7).all().item()
+        with contextlib.suppress(RuntimeError):
+            flash.attention(q, k, v, stage=HOSTILE, scale=31.)
+            return False
+        return right and not limited
+
+    thread = threading.Thread(target=call_endless)
+    thread.start()
+    try:
+        for _ in range(10):
+            time.sleep(0.05)
+            child = os.fork()
+            if not child:
+                signal.alarm(60)
+                try:
+                    os._exit(0 if is_well() else 1)
+                finally:
+                    os._exit(2)
+            assert os.waitpid(child, 0)[1] == 0
+    finally:
+        done.set()
+        thread.join()
+        signal.signal(signal.SIGINT, before)
+
+
 # ------------------------------------------------------------------------------------ inspections
+def test_a_fork_while_another_thread_inspects():
+    """The child inspects a call of its own."""
+    q, k, v = torch.randn(3, 1, 2, 64, 8)
+    done = threading.Event()
+
+    def inspect_until_done():
+        while not done.is_set():
+            with flash.inspect():
+                flash.attention(q, k, v, stage="flash2")
+
+    thread = threading.Thread(target=inspect_until_done)
+    with flash.inspect():
+        flash.attention(q, k, v, stage="flash2")
+    thread.start()
+    try:
+        for _ in range(10):
+            time.sleep(0.02)
+            child = os.fork()
+            if not child:
+                signal.alarm(60)
+                torch.set_num_threads(1)  # OpenMP's others are not there, and PyTorch would wait for them
+                try:
+                    with flash.inspect() as report:
+                        flash.attention(q, k, v, stage="flash2")
+                    os._exit(0 if report.kernels and not report.findings else 1)
+                finally:
+                    os._exit(2)
+            assert os.waitpid(child, 0)[1] == 0
+    finally:
+        done.set()
+        thread.join()
+
+
 def test_a_context_that_outlives_an_inspection():
     q, k, v = torch.randn(3, 1, 2, 16, 8)
     with flash.inspect() as report:

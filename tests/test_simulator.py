@@ -292,6 +292,61 @@ def test_a_spin_lock_ends_and_excludes(device, monkeypatch, os_threads, seed):
     assert [lock.item(), *counters.tolist()] == [0, 350, 1050]
 
 
+# ------------------------------------------------------------------------------------ blocks among each other
+def started_as(blocks, threads, backwards=False, device="cpu") -> list[int]:
+    """By block, how many have started before it. The blocks take turns, whoever starts first."""
+    state, started, chain = (torch.zeros(n, dtype=torch.int32, device=device) for n in (2, blocks, threads))
+    check_call("turns", state, started, chain, blocks, threads, int(backwards), device=device)
+    expected = functools.reduce(lambda sum_, block: (3 * sum_ + block) % 2**32,
+                                range(blocks)[::-1] if backwards else range(blocks), 0)
+    assert state.tolist() == [blocks, blocks]
+    assert {x % 2**32 for x in chain.tolist()} == {expected}
+    return started.tolist()
+
+
+@pytest.mark.parametrize("os_threads, seed", itertools.product("12", ["", "1", "2", "3"]))
+def test_blocks_that_wait_for_others_end(device, monkeypatch, os_threads, seed):
+    """For those of lower numbers however many there are; for any, as many as an OS thread runs by turns."""
+    monkeypatch.setenv("FLASH_SIM_THREADS", os_threads)
+    monkeypatch.setenv("FLASH_SIM_SEED", seed)
+    monkeypatch.setenv("FLASH_SIM_SECONDS", "60")
+    started_as(100, 33, device=device)
+    started_as(5, 1024, device=device)
+    started_as(16, 128, backwards=True, device=device)
+    started_as(2, 1024, backwards=True, device=device)
+
+
+@simulator_only
+def test_the_order_of_blocks(device, monkeypatch):
+    """By their numbers, or by the seed: within stretches, each in an order of its own, always the same."""
+    monkeypatch.setenv("FLASH_SIM_THREADS", "1")
+    assert started_as(100, 128) == list(range(100))
+    orders = []
+    for seed in range(10):
+        monkeypatch.setenv("FLASH_SIM_SEED", str(seed))
+        order = started_as(100, 128)
+        assert order == started_as(100, 128) and order != list(range(100))
+        stretches = [order[first:first + 16] for first in range(0, 100, 16)]
+        for number, stretch in enumerate(stretches):
+            assert sorted(stretch) == list(range(16 * number, 16 * number + len(stretch)))
+        assert [x % 16 for x in stretches[0]] != [x % 16 for x in stretches[1]]
+        orders.append(order)
+    assert len({*map(tuple, orders)}) == 10
+    pairs = []
+    for seed in range(10):
+        monkeypatch.setenv("FLASH_SIM_SEED", str(seed))
+        pairs.append(started_as(2, 32))
+    assert [0, 1] in pairs and [1, 0] in pairs
+
+
+@pytest.mark.parametrize("os_threads", ["1", "2"])
+def test_a_block_that_waits_for_one_that_fails(monkeypatch, os_threads):
+    monkeypatch.setenv("FLASH_SIM_THREADS", os_threads)
+    monkeypatch.setenv("FLASH_SIM_SECONDS", "60")
+    error = call("fails_while_waited_for", torch.zeros(2, dtype=torch.int32), source="errors")
+    assert "block (0, 0, 0)" in error and 'assertion failed: !"waited for"' in error
+
+
 # ---------------------------------------------------------------------------------------------- shared memory
 def check_fill_shared(device, n, allowed):
     out = empty(3, n + 77, device=device, dtype=torch.float32)

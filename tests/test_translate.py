@@ -177,6 +177,7 @@ POISONED = {
     "alignas(16) float x[8];": ["x"],
     "volatile float x;": ["x"],
     "std::pair<int, float> x;": ["x"],
+    "int i, j[2]; unsigned u; long long k[3]; unsigned long int n;": ["i", "j", "u", "k", "n"],
     "if (a) { float x; x = a; }": ["x"],
     "float x = 1.f;": [],
     "float x[2] = {};": [],

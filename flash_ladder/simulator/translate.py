@@ -36,7 +36,7 @@ _NAMED_PART = re.compile(  # a whole statement: type, *, name
 _WITHOUT_VALUE = re.compile(  # a whole statement: type, and names with extents or without
     rf"(?:^|(?<=[;{{}}]))[ \t]*{_ALIGNMENT}(?:volatile\s+)?"
     r"(?!(?:return|goto|delete|throw|else|using|typedef|struct|class|union|enum|static|extern|case|new)\b)"
-    r"[\w:]+(?:\s*<[\w:,\s]*>)?\s+(?P<names>\w+\s*(?:\[[^\];]*\]\s*)*"
+    r"(?:(?:unsigned|signed|long|short)\s+)*[\w:]+(?:\s*<[\w:,\s]*>)?\s+(?P<names>\w+\s*(?:\[[^\];]*\]\s*)*"
     r"(?:,\s*\w+\s*(?:\[[^\];]*\]\s*)*)*);", re.M)
 _NO_FUNCTION = rf"\b(?:struct|class|union|namespace|extern)\b\s*{_ALIGNMENT}[^;{{}}()]*$"  # before a brace
 _OTHER_CUDA_SYNTAX = {

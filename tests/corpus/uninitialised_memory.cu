@@ -233,3 +233,31 @@ __global__ void local_vector(const float* x, float* out, unsigned* count) {
   //! buggy: four.x = four.y = four.z = x[threadIdx.x];
   reinterpret_cast<float4*>(out)[threadIdx.x] = four;
 }
+
+//! uninitialised <<<1, 32>>>
+__global__ void local_integer(const float* x, float* out, unsigned* count) {
+  unsigned last;
+  for (unsigned k = 0; k < 8; k++)
+    if (x[k] > 6.f) last = k;
+    //! buggy: if (x[k] > 7.f) last = k;
+  if (threadIdx.x == 0) count[1] = last;
+}
+
+//! out of bounds <<<1, 32>>>
+__global__ void local_integer_as_an_index(const float* x, float* out, unsigned* count) {
+  int row;
+  if (threadIdx.x < 32) row = threadIdx.x;
+  //! buggy: if (threadIdx.x < 31) row = threadIdx.x;
+  out[row] = x[threadIdx.x];
+}
+
+//! uninitialised <<<1, 32>>>
+__global__ void array_of_local_integers(const float* x, float* out, unsigned* count) {
+  __shared__ long long order[32];
+  long long keys[4];
+  for (int k = 0; k < 4 + int(count[0]); k++) keys[k] = k;
+  //! buggy: for (int k = 1; k < 4 + int(count[0]); k++) keys[k] = k;
+  order[threadIdx.x] = keys[threadIdx.x % 4];
+  __syncthreads();
+  out[threadIdx.x] = order[31 - threadIdx.x];
+}

@@ -152,6 +152,22 @@ extern "C" const char* run_host_assert(int* out) {
   return result();
 }
 
+// The first block fails once the second one waits for it.
+__global__ void fails_while_waited_for(int* flags) {
+  if (blockIdx.x == 0) {
+    while (!atomicAdd(&flags[0], 0)) {}
+    assert(!"waited for");
+    atomicExch(&flags[1], 1);
+  } else {
+    atomicExch(&flags[0], 1);
+    while (!atomicAdd(&flags[1], 0)) {}
+  }
+}
+extern "C" const char* run_fails_while_waited_for(int* flags) {
+  fails_while_waited_for<<<2, 1>>>(flags);
+  return result();
+}
+
 // -------------------------------------------------------------------------------------- loops without an end
 __global__ void endless(int which, volatile int* x) {
   volatile float y = 1.f;

@@ -243,6 +243,26 @@ extern "C" const char* run_locked(int* lock, int* counters, int blocks, int thre
   return result();
 }
 
+// Blocks take turns, by their numbers or backwards, and note who started when. state: started, ended, 0.
+__global__ void turns(int* state, int* started_as, volatile unsigned* chain, int backwards) {
+  if (threadIdx.x == 0) {
+    started_as[blockIdx.x] = atomicAdd(&state[0], 1);
+    const int turn = backwards ? gridDim.x - 1 - blockIdx.x : blockIdx.x;
+    while (atomicAdd(&state[1], 0) != turn) {}
+    __threadfence();
+  }
+  __syncthreads();
+  chain[threadIdx.x] = 3 * chain[threadIdx.x] + blockIdx.x;
+  __threadfence();
+  __syncthreads();
+  if (threadIdx.x == 0) atomicAdd(&state[1], 1);
+}
+extern "C" const char* run_turns(int* state, int* started_as, unsigned* chain, int blocks, int threads,
+                                 int backwards) {
+  turns<<<blocks, threads>>>(state, started_as, chain, backwards);
+  return result();
+}
+
 // --------------------------------------------------------------------------------------------- shared memory
 // n dynamic floats and 7 * 11 static ones, reversed.
 __global__ void fill_shared(float* out, int n) {

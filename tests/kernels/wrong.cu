@@ -309,9 +309,9 @@ __global__ void shared_atomic_between_blocks(float* out, unsigned* count, int fi
   unsigned* counter = fixed ? count : &mine;
   if (blockIdx.x == 0) out[0] = 1.f;  // HERE: shared_atomic_between_blocks 1
   __threadfence();
-  atomicAdd(counter, 1);
+  const bool first = atomicAdd(counter, 1) == 0;
   __threadfence();
-  if (blockIdx.x) out[1] = out[0];  // HERE: shared_atomic_between_blocks 2
+  if (blockIdx.x && first != fixed) out[1] = out[0];  // HERE: shared_atomic_between_blocks 2
 }
 __global__ void row_past_the_end(const float* x, float* out, int fixed) {
   __shared__ float a[8][33];

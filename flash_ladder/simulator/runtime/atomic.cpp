@@ -18,7 +18,8 @@ template <class T> static T combine(AtomicOp op, T old, T value, T compare) {
   __builtin_unreachable();
 }
 
-template <class T> static void update(AtomicOp op, void* address, void* value, const void* compare) {
+// Whether it has changed anything.
+template <class T> static bool update(AtomicOp op, void* address, void* value, const void* compare) {
   using Bits = std::conditional_t<sizeof(T) == 4, uint32_t, uint64_t>;   // the CPU's atomics work on integers
   auto* p = static_cast<Bits*>(address);
   Bits seen = __atomic_load_n(p, __ATOMIC_RELAXED), desired;
@@ -31,6 +32,19 @@ template <class T> static void update(AtomicOp op, void* address, void* value, c
     memcpy(&desired, &updated, sizeof(T));
   } while (!__atomic_compare_exchange_n(p, &seen, desired, false, __ATOMIC_ACQ_REL, __ATOMIC_RELAXED));
   memcpy(value, &old, sizeof(T));
+  return desired != seen;
+}
+
+static bool update(AtomicOp op, ScalarType type, void* address, void* value, const void* compare) {
+  switch (type) {
+    case ScalarType::FLOAT: return update<float>(op, address, value, compare);
+    case ScalarType::DOUBLE: return update<double>(op, address, value, compare);
+    case ScalarType::INT32: return update<int32_t>(op, address, value, compare);
+    case ScalarType::UINT32: return update<uint32_t>(op, address, value, compare);
+    case ScalarType::INT64: return update<int64_t>(op, address, value, compare);
+    case ScalarType::UINT64: return update<uint64_t>(op, address, value, compare);
+  }
+  __builtin_unreachable();
 }
 
 // value comes in as the operand and goes out as what the memory held before.
@@ -43,14 +57,7 @@ extern "C" void sim_atomic(AtomicOp op, ScalarType type, void* address, void* va
     observe(address, bytes, kind, __builtin_return_address(0), Asks::BOTH, value);
     order_by_atomic(*worker->current, address);
   }
-  switch (type) {
-    case ScalarType::FLOAT: return update<float>(op, address, value, compare);
-    case ScalarType::DOUBLE: return update<double>(op, address, value, compare);
-    case ScalarType::INT32: return update<int32_t>(op, address, value, compare);
-    case ScalarType::UINT32: return update<uint32_t>(op, address, value, compare);
-    case ScalarType::INT64: return update<int64_t>(op, address, value, compare);
-    case ScalarType::UINT64: return update<uint64_t>(op, address, value, compare);
-  }
+  if (update(op, type, address, value, compare)) worker->vain_yields = 0;
 }
 
 }  // namespace sim

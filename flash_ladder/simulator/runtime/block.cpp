@@ -35,6 +35,12 @@ static void resume(Worker& w, Fiber* fiber, void** save_stack_pointer) {
   sim_switch(save_stack_pointer, fiber->stack_pointer);
 }
 
+static void return_to_scheduler(Worker& w) {
+  Fiber* self = w.current;
+  w.current = nullptr;
+  sim_switch(&self->stack_pointer, w.scheduler_stack_pointer);
+}
+
 // Give the core to the next fiber that can run, or to the scheduler when there is none.
 static void give_way() {
   Worker& w = *worker;
@@ -43,12 +49,8 @@ static void give_way() {
   if (w.copies_land == CopiesLand::RANDOM) land_some_copies(w, *self);
   Fiber* next = take_ready(w);
   if (next == self) return;
-  if (next) {
-    resume(w, next, &self->stack_pointer);
-  } else {
-    w.current = nullptr;
-    sim_switch(&self->stack_pointer, w.scheduler_stack_pointer);
-  }
+  if (next) resume(w, next, &self->stack_pointer);
+  else return_to_scheduler(w);
 }
 
 void wait_until_woken(State state, const char* waits_for, Site site) {
@@ -61,6 +63,7 @@ void wait_until_woken(State state, const char* waits_for, Site site) {
 
 void wake(Fiber* fiber, bool next) {
   fiber->state = State::READY;
+  worker->vain_yields = 0;
   if (next) worker->ready.push_front(fiber);
   else worker->ready.push_back(fiber);
 }
@@ -69,9 +72,15 @@ extern "C" void sim_check_interrupt() {
   if (worker && worker->current && interrupted()) fail(why_interrupted());
 }
 
+// Of a thread that waits for others without a barrier. When each that can run has only yielded, it is another
+// block's turn.
 extern "C" void sim_yield() {
-  worker->ready.push_back(worker->current);
-  give_way();
+  Worker& w = *worker;
+  w.ready.push_back(w.current);
+  if (++w.vain_yields <= w.ready.size()) return give_way();
+  if (interrupted()) fail(why_interrupted());
+  w.set_aside = true;
+  return_to_scheduler(w);
 }
 
 // -------------------------------------------------------------------------------- errors
@@ -156,21 +165,21 @@ extern "C" void sim_fiber_main() {   // the first function on every fiber's stac
   __builtin_unreachable();
 }
 
-void run_block(Worker& w, uint3 block_index) {
-  w.block_index = blockIdx = block_index;
-  blockDim = w.launch->block;
-  gridDim = w.launch->grid;
+void begin_block(Worker& w, size_t number) {
+  const dim3 grid = w.launch->grid, block = w.launch->block;
+  w.block = uint32_t(number);
+  w.block_index = {unsigned(number % grid.x), unsigned(number / grid.x % grid.y),
+                   unsigned(number / grid.x / grid.y)};
   clear_shared_memory(w);
   w.barrier = {};
   w.warps.assign(w.warps.size(), {});
   w.ready.clear();
-  const uint64_t number = block_index.x + gridDim.x * (block_index.y + uint64_t(gridDim.y) * block_index.z);
   w.random = w.seed ? w.seed ^ (number + 1) * 0xBF58476D1CE4E5B9ull : 0;
   w.copy_random = w.random + 0x94D049BB133111EBull;
   w.alive = int(w.fibers.size());
   for (Fiber& f : w.fibers) {
     const unsigned n = f.number;
-    f.thread_index = {n % blockDim.x, n / blockDim.x % blockDim.y, n / (blockDim.x * blockDim.y)};
+    f.thread_index = {n % block.x, n / block.x % block.y, n / (block.x * block.y)};
     f.state = State::READY;
     f.site = {};
     f.copies.clear();
@@ -179,11 +188,24 @@ void run_block(Worker& w, uint3 block_index) {
     w.ready.push_back(&f);
   }
   if (w.launch->checked) begin_checked_block(w);
-  while (Fiber* fiber = w.error.empty() ? take_ready(w) : nullptr)
+}
+
+bool continue_block(Worker& w) {
+  blockIdx = w.block_index;
+  blockDim = w.launch->block;
+  gridDim = w.launch->grid;
+  w.set_aside = false;
+  w.vain_yields = 0;
+  while (Fiber* fiber = w.error.empty() && !w.set_aside ? take_ready(w) : nullptr)
     resume(w, fiber, &w.scheduler_stack_pointer);
   w.current = nullptr;
+  if (w.set_aside) {
+    if (w.launch->checked) flush_all_requests(w.warps.size());
+    return false;
+  }
   if (w.error.empty() && w.alive) w.error = deadlock_report(w);
   if (w.launch->checked) end_checked_block(w);
+  return true;
 }
 
 }  // namespace sim

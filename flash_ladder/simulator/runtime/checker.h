@@ -3,12 +3,15 @@
 //
 //   hooks.cpp      what the compiler calls at every load and store of a checked build
 //   clock.cpp      what has certainly happened before what
-//   checker.cpp    is it allowed: bounds, alignment, initialised, races
+//   checker.cpp    is it allowed: an access, within the memory that is there; what meets at a barrier
+//   memory.cpp     the memory that is there
+//   races.cpp      who has used it last, and what nothing has written
+//   findings.cpp   what was not allowed
 //   counters.cpp   what it costs: the sectors and wavefronts of a warp's requests
 //   report.cpp     findings and counts, as JSON for Python
 //
-// A checked launch runs its blocks one after the other, on one OS thread, and holds checker_mutex. So do the
-// functions that Python calls.
+// A checked launch runs its blocks on one OS thread, and holds checker_mutex. So do the functions that Python
+// calls.
 #pragma once
 #include <memory>
 #include <mutex>
@@ -44,7 +47,7 @@ void order_by_atomic(Fiber& f, const void* address);
 void forget_atomics();
 bool has_happened(const Fiber& f, uint32_t block, unsigned thread, uint32_t time);
 
-// -------------------------------------------------------------------------------- checker.cpp
+// -------------------------------------------------------------------------------- memory.cpp
 struct Lanes {                 // of one warp, that did something at one time
   uint32_t lanes, time, block; // lanes: a bit each; 0: nobody
   uint16_t warp, access;
@@ -76,8 +79,12 @@ struct Memory {
 
   Memory(std::string name, char* base, size_t bytes, int shift = 2);
   size_t granule() const { return size_t(1) << shift; }
+  bool allows(uint64_t offset, size_t bytes) const;
   void refine(int new_shift);
 };
+int find_array(const char* address);                // the number of the array that it lies in, or NO_ARRAY
+const Memory* nearest_array(const char* address);   // null: none is near
+bool is_known_otherwise(const Worker& w, const char* address);
 
 struct Access {                // an instruction and what it touches
   const void* pc;
@@ -125,6 +132,7 @@ struct Kernel {
   std::vector<Traffic> traffic;       // by array
 };
 
+// -------------------------------------------------------------------------------- findings.cpp
 struct Party {                 // to a finding: a thread and what it does
   uint3 thread, block;
   Kind kind;
@@ -144,15 +152,32 @@ struct Finding {
   uint64_t count;              // how often it happened
 };
 
+void found(Finding finding);
+void found_about(const char* what, int access, int array, int64_t offset, size_t bytes,
+                 std::string text = "");
+void found_race(int access, int array, int64_t offset, size_t bytes, unsigned thread, uint32_t block,
+                int other);
+[[noreturn]] void index_outside(Site site, int64_t index, const std::string& name, const std::string& type);
+void mistake_found(const std::string& message, Site site);
+void error_found(const Worker& w);
+std::string shared_element(const Worker& w, int64_t offset);
+
+// -------------------------------------------------------------------------------- races.cpp
+void check_cells(const Fiber& f, Memory& m, int array, uint16_t access, uint64_t offset, size_t bytes,
+                 bool all_written);
+void observe_for_lane(int lane, const void* address, size_t bytes, const void* pc);
+void copy_has_started(const Copy& copy);
+void copy_has_landed(Fiber& f, const Copy& copy);
+void copy_was_not_waited_for(const Fiber& f, const Copy& copy);
+
+// -------------------------------------------------------------------------------- checker.cpp
 struct Checker {
   std::vector<std::unique_ptr<Memory>> arrays;   // in global memory; null once forgotten
-  std::unique_ptr<Memory> shared;                // the worker's
   std::vector<Access> accesses;
   std::vector<Kernel> kernels;
   Kernel* kernel = nullptr;                      // that runs
   uint32_t launch = 0;                           // the epoch of global memory
-  uint32_t block_epoch = 0;                      // of shared memory
-  uint32_t block = 0;                            // the number of the block that runs, in its grid
+  uint32_t blocks = 0;                           // of all launches: their numbers are epochs of shared memory
   std::vector<Finding> findings;
   bool more_findings = false;                    // than are kept
 };
@@ -163,23 +188,17 @@ extern std::mutex checker_mutex;
 // it has been written, as the copy of a struct does not, which has padding.
 enum class Asks : uint8_t { NOTHING, ALIGNMENT, ALL_WRITTEN, BOTH };
 
+uint16_t number_of(const void* pc, int array, Kind kind);      // of an instruction and what it touches
 bool is_watched(const void* address);
 void observe(const void* address, size_t bytes, Kind kind, const void* pc, Asks asks,
              const void* operand = nullptr);   // of an atomic
-void observe_for_lane(int lane, const void* address, size_t bytes, const void* pc);
-void copy_has_started(const Copy& copy);
-void copy_has_landed(Fiber& f, const Copy& copy);
-void begin_checked_launch(Worker& w);
+void begin_checked_launch(const Launch& launch);
 void begin_checked_block(Worker& w);
 void end_checked_block(Worker& w);
 void shared_array_declared(Worker& w, const SharedArray& array);
 void barrier_reached(Worker& w, const std::vector<Fiber*>& all);
 void warp_synchronised(Worker& w, int warp, const WarpOperation& op);
 void thread_has_ended(Worker& w);
-[[noreturn]] void index_outside(Site site, int64_t index, const std::string& name, const std::string& type);
-void mistake_found(const std::string& message, Site site);
-void error_found(const Worker& w);
-std::string shared_element(const Worker& w, int64_t offset);
 
 // -------------------------------------------------------------------------------- counters.cpp
 void count_access(int access, int warp, int lane, uint64_t offset, size_t bytes);

@@ -103,7 +103,7 @@ void fence(Fiber& f, Scope scope) {
   known->until[f.number] = f.now++;
   if (f.to_acquire) {
     for (auto& [block, past] : *f.to_acquire) {
-      if (block == checker->block) add_time(*known, *past);
+      if (block == worker->block) add_time(*known, *past);
       else if (scope == Scope::DEVICE) add(known->elsewhere, {{block, past}});
     }
     if (scope == Scope::DEVICE) f.to_acquire.reset();
@@ -111,7 +111,7 @@ void fence(Fiber& f, Scope scope) {
   known->all_until = all_until(*known);
   f.past = known;
   auto released = std::make_shared<Pasts>(known->elsewhere);
-  (*released)[checker->block] = std::make_shared<Past>(Past{known->until, known->all_until, {}});
+  (*released)[worker->block] = std::make_shared<Past>(Past{known->until, known->all_until, {}});
   f.released_in_block = released;
   if (scope == Scope::DEVICE) f.released = released;
 }
@@ -126,13 +126,13 @@ void order_by_atomic(Fiber& f, const void* address) {
   };
   if (!shared) exchange(ALL_BLOCKS, f.released);
   const bool in_block = shared || f.released_in_block != f.released;
-  exchange(checker->block, in_block ? f.released_in_block : nullptr);
+  exchange(worker->block, in_block ? f.released_in_block : nullptr);
 }
 
 void forget_atomics() { handed_on.clear(); }
 
 bool has_happened(const Fiber& f, uint32_t block, unsigned thread, uint32_t time) {
-  if (block == checker->block)
+  if (block == worker->block)
     return thread == unsigned(f.number) || time <= f.past->all_until || time <= f.past->until[thread];
   const auto known = f.past->elsewhere.find(block);
   return known != f.past->elsewhere.end() && time <= known->second->until[thread];

@@ -4,6 +4,7 @@
 
 #include <csetjmp>
 #include <csignal>
+#include <mutex>
 #include <pthread.h>
 
 namespace sim {
@@ -24,9 +25,9 @@ struct RunningThread {
   volatile bool overdue = false;
   int ticks_in_the_system = 0;           // in a row
   const pthread_t thread;
+  RunningThread* const outer;            // host code that launches has one already
 
  private:
-  RunningThread* const outer;            // host code that launches has one already
   std::vector<char> signal_stack = std::vector<char>(64 * KB);
   stack_t before{};
 };
@@ -39,6 +40,8 @@ struct HostCall {                        // host code of a stage, called by Pyth
 };
 extern SIM_THREAD_LOCAL HostCall* host_call;               // this OS thread's
 [[noreturn]] void leave_host_call(const std::string& error);
+
+extern std::mutex launch_mutex;            // of launch.cpp
 
 void make_room();                          // for a message, where memory has run out
 std::optional<double> seconds_allowed();   // FLASH_SIM_SECONDS; 0: no limit; nothing: it makes no sense

@@ -10,6 +10,7 @@
 #include <cstdlib>
 #include <mutex>
 #include <new>
+#include <numeric>
 #include <sys/mman.h>
 #include <system_error>
 #include <thread>
@@ -21,7 +22,7 @@ namespace sim {
 static thread_local cudaError_t pending = cudaSuccess;
 static thread_local std::string report;                        // of the last error of this thread
 static thread_local bool reported;                             // that error is of the call under way
-static std::mutex mutex;                                       // guards what follows
+std::mutex launch_mutex;                                       // guards what follows
 static std::unordered_map<const void*, int> opted_in_shared;   // cudaFuncSetAttribute, by kernel
 static std::vector<Worker*> idle_workers;                      // kept for their stacks
 
@@ -36,6 +37,21 @@ static char* map_memory(size_t bytes) {
   void* p = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
   if (p == MAP_FAILED) throw std::bad_alloc();
   return static_cast<char*>(p);
+}
+
+static Worker* take_worker(const Launch& launch) {
+  std::lock_guard<std::mutex> lock(launch_mutex);
+  Worker* w = idle_workers.empty() ? new Worker : idle_workers.back();
+  if (!idle_workers.empty()) idle_workers.pop_back();
+  const auto allowed = opted_in_shared.find(launch.kernel);
+  w->opted_in = allowed != opted_in_shared.end() && size_t(allowed->second) >= launch.dynamic_shared;
+  return w;
+}
+
+// Of the order of threads and blocks; 0: blocks by their numbers, threads first come, first served
+static uint64_t random_seed() {
+  const char* seed = getenv("FLASH_SIM_SEED");
+  return seed && *seed ? (strtoull(seed, nullptr, 10) + 1) * 0x9E3779B97F4A7C15ull : 0;
 }
 
 static void prepare(Worker& w, const Launch& launch, size_t threads) {
@@ -69,8 +85,7 @@ static void prepare(Worker& w, const Launch& launch, size_t threads) {
     f.warp = f.number / WARP_SIZE;
     f.lane = f.number % WARP_SIZE;
   }
-  const char* seed = getenv("FLASH_SIM_SEED");
-  w.seed = seed && *seed ? (strtoull(seed, nullptr, 10) + 1) * 0x9E3779B97F4A7C15ull : 0;
+  w.seed = random_seed();
   w.copies_land = *when_copies_land();
   w.launch = &launch;
   w.error.clear();
@@ -78,27 +93,54 @@ static void prepare(Worker& w, const Launch& launch, size_t threads) {
   w.error_is_found = false;
 }
 
+// -------------------------------------------------------------------------------- blocks
+// So many run by turns on an OS thread where they wait for one another: as on a multiprocessor of an H100
+static size_t most_under_way(size_t threads) { return std::min(size_t(32), 2048 / threads); }
+
+// Blocks start in the order of their numbers; with a seed, within stretches of `most`, in another one. In
+// either, a block that waits for those of lower numbers comes to its end.
+static size_t nth_block(size_t n, size_t blocks, size_t most, uint64_t seed) {
+  if (!seed) return n;
+  const size_t first = n / most * most;
+  std::vector<size_t> order(std::min(most, blocks - first));
+  std::iota(order.begin(), order.end(), first);
+  uint64_t random = seed ^ (first + 1) * 0xD6E8FEB86659FD93ull;
+  for (size_t i = order.size(); i > 1; i--) std::swap(order[i - 1], order[next_random(random) % i]);
+  return order[n - first];
+}
+
 static void run_grid(const Launch& launch, size_t threads, size_t blocks, double seconds) {
+  const size_t most = most_under_way(threads);
   std::atomic<size_t> next_block{0};
+  std::atomic<bool> failed{false};
   std::string first_error;
   auto work = [&] {
     RunningThread running_thread(seconds);
-    Worker* w;
-    {
-      std::lock_guard<std::mutex> lock(mutex);
-      w = idle_workers.empty() ? new Worker : idle_workers.back();
-      if (!idle_workers.empty()) idle_workers.pop_back();
-      const auto allowed = opted_in_shared.find(launch.kernel);
-      w->opted_in = allowed != opted_in_shared.end() && size_t(allowed->second) >= launch.dynamic_shared;
-    }
-    Worker* outer = worker;
-    worker = w;
+    Worker* const outer = worker;
+    Worker* w = worker = take_worker(launch);
+    std::vector<Worker*> idle;           // others, without a block
+    std::deque<Worker*> under_way;       // whose blocks wait for other blocks
     try {
       prepare(*w, launch, threads);
-      if (launch.checked) begin_checked_launch(*w);
-      for (size_t i; w->error.empty() && !interrupted() && (i = next_block++) < blocks;)
-        run_block(*w, {unsigned(i % launch.grid.x), unsigned(i / launch.grid.x % launch.grid.y),
-                       unsigned(i / launch.grid.x / launch.grid.y)});
+      while (w->error.empty()) {
+        const size_t n = under_way.size() < most && !failed && !interrupted() ? next_block++ : blocks;
+        if (n < blocks) {
+          begin_block(*w, nth_block(n, blocks, most, w->seed));
+        } else {
+          if (under_way.empty() || failed) break;
+          idle.push_back(w);
+          w = worker = under_way.front();
+          under_way.pop_front();
+        }
+        if (continue_block(*w)) continue;
+        if (idle.empty()) {
+          idle.push_back(take_worker(launch));
+          prepare(*idle.back(), launch, threads);
+        }
+        under_way.push_back(w);
+        w = worker = idle.back();
+        idle.pop_back();
+      }
     } catch (const std::bad_alloc&) {
       w->error = std::string("kernel ") + launch.name + ": not enough memory to simulate a block of " +
                  std::to_string(threads) + " threads";
@@ -107,13 +149,19 @@ static void run_grid(const Launch& launch, size_t threads, size_t blocks, double
       w->error = std::string("kernel ") + launch.name + ": " + why_interrupted();
     if (launch.checked && !w->error.empty()) error_found(*w);
     worker = outer;
-    std::lock_guard<std::mutex> lock(mutex);
+    std::lock_guard<std::mutex> lock(launch_mutex);
     if (!w->error.empty()) {
-      next_block = blocks;               // the other workers end their block and stop
+      failed = true;                     // the other OS threads end the block that they are at
       if (first_error.empty()) first_error = w->error;
     }
-    idle_workers.push_back(w);
+    idle.push_back(w);
+    idle.insert(idle.end(), under_way.begin(), under_way.end());
+    for (Worker* each : idle) {
+      each->shadow.reset();
+      idle_workers.push_back(each);
+    }
   };
+  if (launch.checked) begin_checked_launch(launch);
   const char* limit = getenv("FLASH_SIM_THREADS");
   size_t count = limit ? size_t(std::max(1, atoi(limit))) : std::max(1u, std::thread::hardware_concurrency());
   count = launch.checked ? 1 : std::min(count, blocks);   // the checker keeps one book
@@ -144,7 +192,7 @@ static std::string wrong_configuration(const Launch& l, size_t threads, size_t b
   const std::string bytes = std::to_string(l.dynamic_shared) + " bytes of shared memory a block";
   if (l.dynamic_shared > SHARED_MEMORY_PER_BLOCK)
     return bytes + "; at most " + std::to_string(SHARED_MEMORY_PER_BLOCK) + " are possible";
-  std::lock_guard<std::mutex> lock(mutex);
+  std::lock_guard<std::mutex> lock(launch_mutex);
   const auto allowed = opted_in_shared.find(l.kernel);
   if (l.dynamic_shared > SHARED_MEMORY_DEFAULT &&
       (allowed == opted_in_shared.end() || size_t(allowed->second) < l.dynamic_shared))
@@ -161,6 +209,7 @@ extern "C" void sim_launch(const Launch* requested) {
   std::unique_lock<std::mutex> alone(checker_mutex, std::defer_lock);
   if (copy.checked) alone.lock();
   copy.checked &= checker != nullptr;
+  if (!copy.checked) alone = {};
   const size_t threads = size_t(launch->block.x) * launch->block.y * launch->block.z;
   const size_t blocks = size_t(launch->grid.x) * launch->grid.y * launch->grid.z;
   const std::string wrong = wrong_configuration(*launch, threads, blocks);
@@ -182,7 +231,7 @@ extern "C" cudaError_t sim_set_attribute(const void* kernel, cudaFuncAttribute a
                                          std::to_string(SHARED_MEMORY_PER_BLOCK) + " are possible");
     return cudaErrorInvalidValue;
   }
-  std::lock_guard<std::mutex> lock(mutex);
+  std::lock_guard<std::mutex> lock(launch_mutex);
   opted_in_shared[kernel] = value;
   return cudaSuccess;
 }

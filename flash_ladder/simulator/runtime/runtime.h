@@ -15,8 +15,10 @@
 // and, in checked builds (flash.inspect), the checker, with a header of its own: checker.h
 //
 // Every CUDA thread of a block is a fiber (a stack of its own). All fibers of a block run on one OS thread,
-// one at a time, each until it has to wait for others. Different blocks run on different OS threads.
+// one at a time, each until it has to wait for others. Different blocks run on different OS threads. A block
+// that waits for another one, by asking for a flag again and again, lets other blocks of its OS thread run.
 #pragma once
+#include <atomic>
 #include <deque>
 #include <map>
 #include <memory>
@@ -39,6 +41,7 @@ constexpr size_t GUARD_BYTES = 64 * KB;   // beside it, never accessed: the larg
 constexpr int WARP_SIZE = 32;
 
 struct Past;               // checker.h
+struct Memory;
 using Pasts = std::map<uint32_t, std::shared_ptr<const Past>>;   // by block
 
 enum class State { READY, AT_BARRIER, AT_WARP_OPERATION, RETURNED };
@@ -109,9 +112,10 @@ struct SharedArray {
   std::vector<size_t> extents;   // of a static array's dimensions
 };
 
-struct Worker {            // one OS thread and the block that it runs
+struct Worker {            // a block that runs, and what it runs on
   const Launch* launch = nullptr;
   uint3 block_index{};
+  uint32_t block = 0;             // its number in the grid: x fastest, then y, then z
 
   std::vector<Fiber> fibers;
   std::vector<Warp> warps;
@@ -120,11 +124,15 @@ struct Worker {            // one OS thread and the block that it runs
   Fiber* current = nullptr;       // null while the scheduler itself runs
   int alive = 0;                  // threads that have not returned
   void* scheduler_stack_pointer = nullptr;
+  size_t vain_yields = 0;         // since one of its threads has done something else
+  bool set_aside = false;         // all of them wait for another block, as it seems
 
   char* shared = nullptr;         // the block's shared memory
   size_t shared_top = 0;          // bytes of it in use, gaps between arrays included
   size_t shared_bytes = 0;        // without those
   std::vector<SharedArray> arrays;
+  std::shared_ptr<Memory> shadow; // for the checker: of the shared memory, and what tells blocks apart in it
+  uint32_t epoch = 0;
 
   char* stacks = nullptr;
   size_t stack_count = 0;
@@ -138,14 +146,15 @@ struct Worker {            // one OS thread and the block that it runs
   bool error_is_found = false;    // the checker has a finding that says it better
 };
 
-extern SIM_THREAD_LOCAL Worker* worker;   // this OS thread's
+extern SIM_THREAD_LOCAL Worker* worker;   // this OS thread's, at this moment
 
 // fiber.cpp
 extern "C" void sim_switch(void** save_stack_pointer, void* next_stack_pointer);
 void* fresh_stack(char* top);     // a stack that starts in sim_fiber_main when it is switched to
 
 // block.cpp
-void run_block(Worker& w, uint3 block_index);
+void begin_block(Worker& w, size_t number);
+bool continue_block(Worker& w);   // until it has ended: true; or waits for another one: false
 void wait_until_woken(State state, const char* waits_for, Site site);
 void wake(Fiber* fiber, bool next = false);
 [[noreturn]] void fail(const std::string& message, Site site = {});   // ends the launch, not the process
@@ -155,7 +164,11 @@ std::string at(Site site);
 uint64_t next_random(uint64_t& state);
 
 // signals.cpp
-bool interrupted();                        // by Ctrl-C, or as the time is over
+extern std::atomic<bool> somebody_is_interrupted;
+bool this_thread_is_interrupted();
+inline bool interrupted() {                // by Ctrl-C, or as the time is over
+  return somebody_is_interrupted.load(std::memory_order_relaxed) && this_thread_is_interrupted();
+}
 std::string why_interrupted();
 std::string source_line(const void* pc);   // " at ..."
 

@@ -34,13 +34,14 @@ static struct sigaction previous[SIGNAL_COUNT];
 static std::mutex mutex;                                // guards what follows
 static int guards = 0;
 static std::vector<RunningThread*> running;
-static pid_t ticker_of = 0;                             // the process that has the ticker: not a fork's child
+static bool ticking = false;
 static rlimit memory_limit;                             // as it was
 
 static int wake_ticker[2] = {-1, -1};                   // a pipe
 static std::atomic<bool> stop_requested;                // Ctrl-C
-static std::atomic<bool> somebody_is_overdue;
+std::atomic<bool> somebody_is_interrupted;              // this, or a time limit
 static SIM_THREAD_LOCAL RunningThread* this_thread;
+static SIM_THREAD_LOCAL int own_guards;                 // of `guards`, this thread's
 
 static double now() {
   timespec t;
@@ -48,10 +49,7 @@ static double now() {
   return double(t.tv_sec) + 1e-9 * double(t.tv_nsec);
 }
 
-bool interrupted() {
-  return stop_requested.load(std::memory_order_relaxed) ||
-         (somebody_is_overdue.load(std::memory_order_relaxed) && this_thread && this_thread->overdue);
-}
+bool this_thread_is_interrupted() { return stop_requested || (this_thread && this_thread->overdue); }
 
 std::string why_interrupted() {
   if (!this_thread || !this_thread->overdue) return "interrupted";
@@ -188,10 +186,10 @@ static void on_signal(int signal, siginfo_t* info, void* context) {
   const void* pc = program_counter(context);
   if (signal == SIGINT || signal == SIGURG) {
     if (signal == SIGINT) {
-      stop_requested = true;
+      stop_requested = somebody_is_interrupted = true;
       [[maybe_unused]] const ssize_t written = write(wake_ticker[1], "", 1);
     } else if (this_thread && this_thread->deadline && now() >= this_thread->deadline) {
-      this_thread->overdue = somebody_is_overdue = true;
+      this_thread->overdue = somebody_is_interrupted = true;
     }
     if (interrupted() && code_under_way() && (in_stage_code(pc) || waits_in_the_system(pc)))
       abandon(place_in_stage(pc, stack_pointer(context)), why_interrupted());
@@ -234,9 +232,8 @@ static void tick() {
 }
 
 static void start_ticker() {                   // once in a process. The mutex is held
-  if (ticker_of == getpid()) return;
-  ticker_of = getpid();
-  running.clear();                             // those of the process that forked
+  if (ticking) return;
+  ticking = true;
   if (pipe(wake_ticker)) return;               // without it, Ctrl-C waits for the end of calls of malloc
   for (int end : wake_ticker) {
     fcntl(end, F_SETFL, O_NONBLOCK);
@@ -279,6 +276,7 @@ void make_room() { allow_to_grow(size_t(64) << 20); }
 // -------------------------------------------------------------------------------- guards
 Guard::Guard() {
   std::lock_guard<std::mutex> lock(mutex);
+  own_guards++;
   if (guards++) return;
   start_ticker();
   struct sigaction action{};
@@ -289,12 +287,17 @@ Guard::Guard() {
   allow_to_grow(room());
 }
 
-Guard::~Guard() {
-  std::lock_guard<std::mutex> lock(mutex);
-  if (--guards) return;
-  somebody_is_overdue = false;
+static void restore() {
   setrlimit(RLIMIT_AS, &memory_limit);
   for (int i = 0; i < SIGNAL_COUNT; i++) sigaction(SIGNALS[i], &previous[i], nullptr);
+  somebody_is_interrupted = false;
+}
+
+Guard::~Guard() {
+  std::lock_guard<std::mutex> lock(mutex);
+  own_guards--;
+  if (--guards) return;
+  restore();
   if (stop_requested.exchange(false)) raise(SIGINT);        // for Python, which raises KeyboardInterrupt
 }
 
@@ -326,6 +329,40 @@ RunningThread::~RunningThread() {
   this_thread = outer;
   sigaltstack(&before, nullptr);
 }
+
+// -------------------------------------------------------------------------------- forks
+// The child has only the thread that forks. No other one may hold a mutex then, so a fork waits for the end
+// of a kernel that another one inspects. What the others ran is not the child's.
+static bool inspects() { return worker && worker->launch->checked; }   // and holds the checker's mutex
+
+static void before_fork() {
+  if (!inspects()) checker_mutex.lock();
+  launch_mutex.lock();
+  mutex.lock();
+}
+
+static void after_fork() {
+  mutex.unlock();
+  launch_mutex.unlock();
+  if (!inspects()) checker_mutex.unlock();
+}
+
+static void after_fork_in_child() {
+  running.clear();
+  for (RunningThread* thread = this_thread; thread; thread = thread->outer) running.push_back(thread);
+  if (guards && !own_guards) {
+    restore();
+    stop_requested = false;
+  }
+  guards = own_guards;
+  if (ticking)
+    for (const int end : wake_ticker) close(end);
+  ticking = false;
+  after_fork();
+}
+
+[[maybe_unused]] static const int handlers_of_forks =
+    pthread_atfork(before_fork, after_fork, after_fork_in_child);
 
 std::optional<double> seconds_allowed() {
   const char* text = getenv("FLASH_SIM_SECONDS");

@@ -73,7 +73,7 @@ void together(unsigned mask, const char* name, void* operands, Site site, void (
     }
   }
   if (!op) op = &open.emplace_back();
-  if (op->arrived && strcmp(op->name, name)) fail(mismatch(*op, name), site);
+  if (op->arrived && op->name != name && strcmp(op->name, name)) fail(mismatch(*op, name), site);
   if (!op->arrived) {
     op->mask = mask;
     op->name = name;

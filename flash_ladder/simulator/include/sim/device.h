@@ -97,6 +97,8 @@ template <class T> constexpr void name_shared(const char* name, T* start) {
 // -------------------------------------------------------------------------------- local variables
 // The translator puts this after the declaration of a variable without a value. In checked builds a float is
 // then a NaN that arithmetic hands on, and by which the checker knows it: quiet, with a payload of its own.
+// An integer has the same bits. The checker knows it where it is stored as it is; as an index it leads out of
+// all arrays.
 namespace sim {
 constexpr uint32_t POISON = 0x7fedbeef;
 #ifdef SIM_CHECKED
@@ -104,8 +106,9 @@ template <class T> SIM_ALWAYS_INLINE void poison(T& x) {
   using E = std::remove_all_extents_t<T>;
   constexpr bool floats = std::is_same<E, float>::value || std::is_same<E, float2>::value ||
                           std::is_same<E, float3>::value || std::is_same<E, float4>::value;
-  if constexpr (floats)
-    for (size_t i = 0; i < sizeof x / sizeof(float); i++)
+  constexpr bool integers = std::is_integral<E>::value && sizeof(E) % sizeof(uint32_t) == 0;
+  if constexpr (floats || integers)
+    for (size_t i = 0; i < sizeof x / sizeof(uint32_t); i++)
       reinterpret_cast<uint32_t*>(&x)[i] = POISON;
 }
 #endif
