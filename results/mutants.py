@@ -13,7 +13,7 @@ A mutant is one change in the device code of a stage, or of a file of stages/com
     a bound (<, <=, >, >=, min): larger by one; smaller by one
 
 All mutants of a stage are compiled at once: each is a place where the code asks for the number of the mutant
-that runs, which launch() takes from the environment. So a stage takes one build for each shape of the calls.
+that runs, which launch() takes from the environment. So a stage takes one build for each d and tile.
 
 A mutant is found if the checker has a finding, the launch fails or hangs, or a result is wrong. One of
 stages/common is tried in one stage after another, until it is found. Those that nothing can find since they
@@ -117,6 +117,8 @@ def how_found(call) -> str:
             error = call()
         except (RuntimeError, AssertionError) as raised:
             error = str(raised).splitlines()[0]
+            if error.startswith("building"):
+                raise
     return report.findings[0].what if report.findings else f"wrong: {error}" if error else ""
 
 
