@@ -54,11 +54,14 @@ SHAPES = [
     (3, 6, 2, 17, 20, 64, None, "small", ""),        # more heads than a stage keeps together
     (1, 1, 1, 128, 65, 40, -2, "middling", ""),      # a key more than whole tiles; no row past the end
     (1, 1, 1, 130, 80, 72, 0, "tall", ""),
+    (1, 1, 1, 64, 64, 64, None, "small", "large"),
 ]
 # "a large key": the last one's scores are so large, or so low, that e^score is infinite, or 0: a row's own
-# maximum must prevent it. "low": all of a row are, so that a key past the end, of score 0, is far above them.
+# maximum must prevent it. "large": all are, and each key is the maximum of some row. "low": all are so low
+# that a key past the end, of score 0, is far above them.
 SCORES = {"": lambda q, k: None,
           "a large key": lambda q, k: k[:, :, -1].mul_(200),
+          "large": lambda q, k: k.mul_(200),
           "low": lambda q, k: (q.add_(5), k.sub_(5))}
 
 
