@@ -1,9 +1,10 @@
 """Mutants of the stages, made mechanically, and whether the simulator's checker or a wrong result shows them.
 
-    python results/mutants.py results/cpu                 # all; writes mutants.json there: some 40 minutes
+    python results/mutants.py results/cpu                 # all; writes mutants.json there: some 30 minutes
     python results/mutants.py results/cpu --stages flash2 ampere_tuned   # these; what else it has stays
     python results/mutants.py --list                      # their names alone
     python results/mutants.py results/cpu --missed        # those in mutants.json that nothing has found
+    python results/mutants.py results/cpu --stale         # the stages that have changed since
 
 A mutant is one change in the device code of a stage, or of a file of stages/common that stages include:
 
@@ -12,15 +13,15 @@ A mutant is one change in the device code of a stage, or of a file of stages/com
     a bound (<, <=, >, >=, min): larger by one; smaller by one
 
 All mutants of a stage are compiled at once: each is a place where the code asks for the number of the mutant
-that runs, which launch() takes from the environment. So a stage takes one build for each shape of the calls.
+that runs, which launch() takes from the environment. So a stage takes one build for each d and tile.
 
 A mutant is found if the checker has a finding, the launch fails or hangs, or a result is wrong. One of
 stages/common is tried in one stage after another, until it is found. Those that nothing can find since they
-compute the same are in tests/equivalent_mutants.txt, with the reason.
+compute the same are in tests/equivalent_mutants.txt, those that are missed in tests/missed_mutants.txt, each
+with the reason.
 """
 
 import argparse
-import bisect
 import json
 import os
 import re
@@ -28,242 +29,52 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, fields
 from datetime import date
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
+sys.path[:0] = [str(ROOT), str(ROOT / "results")]
+
+from mutation import NUMBER, Mutant, fingerprint, mutants, schema  # noqa: E402
 
 import flash  # noqa: E402
-from flash_ladder.simulator.translate import _blank as blank  # noqa: E402
 
-COMMON = flash.STAGES / "common"
-EQUIVALENT = ROOT / "tests" / "equivalent_mutants.txt"
-NUMBER = "FLASH_MUTANT"                          # in the environment
+EQUIVALENT, MISSED = ROOT / "tests" / "equivalent_mutants.txt", ROOT / "tests" / "missed_mutants.txt"
 SECONDS = 60                                     # for one mutant, before it counts as hanging
 
-SYNC = re.compile(r"\b(__syncthreads|__syncwarp|__threadfence|cp_async_commit|cp_async_wait\s*<([^<>;]*)>)"
-                  r"\s*\([^()]*\)\s*;")
-BOUND = re.compile(r"(?<=[^\s<>=!-] )(<=?|>=?)(?= [^\s<>=])|\bmin\((?=[^)])")
-FIXED = re.compile(r"^\s*#|\bconstexpr\b|\bstatic_assert\b|\btemplate\b|__launch_bounds__|\w<\(")   # lines
-INCLUDE = re.compile(r'^#include "(?:common/)?(\w+\.cuh)"$', re.M)
-
-
-@dataclass(frozen=True)
-class Mutant:
-    """code: the line's, without its comment. occurrence: of this code and change in the file, from 1 on."""
-
-    file: str                # relative to stages/
-    line: int
-    code: str
-    change: str
-    occurrence: int
-
-    @property
-    def name(self) -> str:
-        again = f" (no. {self.occurrence})" if self.occurrence > 1 else ""
-        return f"{self.file}: {self.code}: {self.change}{again}"
-
-
-# ------------------------------------------------------------------------------------------ the source
-def closing(code: str, start: int) -> int:
-    """The position after the bracket that closes the one at `start`."""
-    pairs, depth = {"(": ")", "{": "}", "[": "]"}, 0
-    for position in range(start, len(code)):
-        depth += (code[position] in pairs) - (code[position] in pairs.values())
-        if depth == 0:
-            return position + 1
-    raise ValueError("a bracket is not closed")
-
-
-def device_parts(code: str) -> list[tuple[int, int]]:
-    """Where the bodies of device functions are."""
-    parts, position, before = [], 0, 0
-    while (brace := code.find("{", position)) >= 0:
-        end = closing(code, brace)
-        if re.search(r"__global__|__device__", code[before:brace] + code[brace:end]):
-            parts.append((brace, end))
-        position = before = end
-    return parts
-
-
-def statement_end(code: str, start: int) -> int:
-    """The position after the statement that begins at `start`."""
-    word = re.compile(r"(?:for|while|if|switch|else|do)\b(?:\s+constexpr)?").match(code, start)
-    if code[start] == "{":
-        return closing(code, start)
-    if word and word[0] == "else" or word and word[0] == "do":
-        return statement_end(code, next_code(code, word.end()))
-    if word:
-        end = statement_end(code, next_code(code, closing(code, code.index("(", word.end()))))
-        follows = next_code(code, end)
-        return statement_end(code, follows) if re.compile(r"else\b").match(code, follows) else end
-    position = start
-    while code[position] != ";":
-        position = closing(code, position) if code[position] in "({[" else position + 1
-    return position + 1
-
-
-def next_code(code: str, position: int) -> int:
-    """The first position from there on that is neither space nor in a line of the preprocessor."""
-    return re.compile(r"(?:\s+|#[^\n]*)*").match(code, position).end()
-
-
-def neighbours(code: str, start: int) -> tuple[int | None, int | None]:
-    """Where the statement before the one at `start` begins, and where the one after it ends. None: there is
-    none in the same block."""
-    depth, brace = 0, start - 1
-    while depth or code[brace] != "{":
-        depth += (code[brace] == "}") - (code[brace] == "{")
-        brace -= 1
-    before, position = None, next_code(code, brace + 1)
-    while position < start:
-        before, position = position, next_code(code, statement_end(code, position))
-    if position != start:                                     # it is a part of another statement
-        return None, None
-    after = next_code(code, statement_end(code, start))
-    return before, None if code[after] == "}" else statement_end(code, after)
-
-
-@dataclass
-class Source:
-    """A file and its mutants, numbered from `first` on."""
-
-    file: Path
-    first: int
-    folder: Path = flash.STAGES      # names of files are relative to it
-
-    def __post_init__(self):
-        self.text = self.file.read_text()
-        self.mutants: list[Mutant] = []
-        self.edits: list[tuple[int, int, str]] = []           # from, to, what stands there instead
-        self._lines = [0, *(m.end() for m in re.finditer("\n", self.text))]
-        code = blank(self.text)
-        parts = device_parts(code) if self.file.name != "ptx.cuh" else []
-        for begin, end in parts:
-            for sync in SYNC.finditer(code, begin, end):
-                self._add_sync(code, sync)
-            for bound in BOUND.finditer(code, begin, end):
-                self._add_bound(bound)
-
-    def _new(self, position: int, change: str) -> int:
-        line = bisect.bisect_right(self._lines, position)
-        text = self.text[self._lines[line - 1]:].split("\n", 1)[0]
-        code = " ".join(text.split("//")[0].split())
-        file = str(self.file.relative_to(self.folder))
-        same = sum((m.code, m.change) == (code, change) for m in self.mutants)
-        self.mutants.append(Mutant(file, line, code, change, same + 1))
-        return self.first + len(self.mutants) - 1
-
-    def _add_sync(self, code: str, sync: re.Match) -> None:
-        start, end = sync.span()
-        before, after = neighbours(code, start)
-        number = self._new(start, f"{sync[1]} removed")
-        gone = [number]
-        if after is not None:
-            gone.append(self._new(start, f"{sync[1]} a statement later"))
-            self.edits.append((after, after, f" if (MUTANT({gone[-1]})) {sync[0]}"))
-        if before is not None:
-            gone.append(self._new(start, f"{sync[1]} a statement earlier"))
-            self.edits.append((before, before, f"if (MUTANT({gone[-1]})) {sync[0]} "))
-        weaker = ""
-        if sync[2]:
-            gone.append(self._new(start, f"{sync[1]} for one group less"))
-            weaker = f" else if (MUTANT({gone[-1]})) cp_async_wait<{sync[2]} + 1>();"
-        none = " && ".join(f"!MUTANT({n})" for n in gone)
-        self.edits.append((start, end, f"{{ if ({none}) {sync[0]}{weaker} }}"))
-
-    def _add_bound(self, bound: re.Match) -> None:
-        line = bisect.bisect_right(self._lines, bound.start())
-        if FIXED.search(self.text[self._lines[line - 1]:].split("\n", 1)[0]):
-            return
-        what = bound[0].rstrip("(")
-        again = sum(m.line == line and m.change.startswith(f"{what} ") for m in self.mutants) // 2
-        place = f"{what} no. {again + 1} of the line" if again else what
-        more, less = (self._new(bound.start(), f"{place} {by}") for by in ("+ 1", "- 1"))
-        space = " " if what != "min" else ""
-        changed = f"{space}MUTANT({more}) - MUTANT({less}) +{' ' * (not space)}"
-        self.edits.append((bound.end(), bound.end(), changed))
-
-    def mutated(self) -> str:
-        """The text, with all mutants in it; its lines are numbered as in the file."""
-        pieces, position = [], 0
-        for start, end, replacement in sorted(self.edits):
-            pieces += [self.text[position:start], replacement]
-            position = end
-        return "".join(pieces) + self.text[position:]
-
-
-def sources(stage: flash.Stage) -> list[Source]:
-    """A stage's file, and those of stages/common that it includes."""
-    files, waiting = [], [stage.path]
-    while waiting:
-        file = waiting.pop(0)
-        if file not in files:
-            files.append(file)
-            waiting += [COMMON / name for name in INCLUDE.findall(file.read_text())]
-    found: list[Source] = []
-    for file in files:
-        found.append(Source(file, 1 + sum(len(source.mutants) for source in found)))
-    return found
-
-
-def mutants(stage: flash.Stage) -> dict[int, Mutant]:
-    """Those of a stage and of what it includes, by number."""
-    return dict(enumerate((m for source in sources(stage) for m in source.mutants), 1))
-
-
-HEAD = """
-#include <stdlib.h>
-static int mutant_that_runs = 0;
-static int mutant_of_the_environment() { const char* x = getenv("FLASH_MUTANT"); return x ? atoi(x) : 0; }
-#define MUTANT(number) (mutant_that_runs == (number))
-"""
-
-
-def schema(stage: flash.Stage) -> str:
-    """The text of a stage with all mutants in it, and with its includes in place."""
-    texts = {source.file: source.mutated() for source in sources(stage)}
-    there = set()
-
-    def lines_of(file: Path) -> str:
-        """With the lines' numbers and the file's name for the compiler."""
-        text = texts[file].replace("#pragma once", "")
-
-        def put(include: re.Match) -> str:
-            inner = COMMON / include[1]
-            if inner in there:
-                return ""
-            there.add(inner)
-            number = text.count("\n", 0, include.start()) + 2
-            return f'#line 1 "{inner}"\n{lines_of(inner)}\n#line {number} "{file}"'
-
-        return INCLUDE.sub(put, text)
-
-    text = re.sub(r"(cudaError_t launch\([^{]*\{)", r"\1 mutant_that_runs = mutant_of_the_environment();",
-                  lines_of(stage.path))
-    header, pragma, _ = stage.path.read_text().partition("#pragma once")
-    number = header.count("\n") + 1
-    return text.replace(header, header + pragma + HEAD + f'#line {number} "{stage.path}"', 1)
-
-
 # ------------------------------------------------------------------------------------------ running them
-# B, H, H_kv, N_q, N_k, d, diagonal, which of the tiles that it takes. In the first, early rows see no key and
-# late ones all; in the second the last key's scores are so large that e^score is infinite, which the maximum
-# must prevent; in the third there are keys that no row sees
-SHAPES = [(1, 2, 1, 70, 33, 40, -10, 1), (1, 1, 1, 100, 70, 64, None, 0), (1, 1, 1, 65, 97, 136, 0, 0)]
+# B, H, H_kv, N_q, N_k, d, diagonal, which of the tiles that it takes (tiles_of), and of which kind the scores
+# are (SCORES)
+SHAPES = [
+    (1, 2, 1, 70, 33, 40, -10, "middling", ""),      # early rows see no key, late ones all
+    (1, 1, 1, 100, 70, 64, None, "small", "a large key"),
+    (1, 1, 1, 65, 97, 136, 0, "small", ""),          # keys that no row sees
+    (1, 1, 1, 191, 63, 40, -65, "middling", "low"),  # a tile of Q sees no key; a key short of whole tiles
+    (3, 6, 2, 17, 20, 64, None, "small", ""),        # more heads than a stage keeps together
+    (1, 1, 1, 128, 65, 40, -2, "middling", ""),      # a key more than whole tiles; no row past the end
+    (1, 1, 1, 130, 80, 72, 0, "tall", ""),
+    (1, 1, 1, 64, 64, 64, None, "small", "large"),
+]
+# "a large key": the last one's scores are so large, or so low, that e^score is infinite, or 0: a row's own
+# maximum must prevent it. "large": all are, and each key is the maximum of some row. "low": all are so low
+# that a key past the end, of score 0, is far above them.
+SCORES = {"": lambda q, k: None,
+          "a large key": lambda q, k: k[:, :, -1].mul_(200),
+          "large": lambda q, k: k.mul_(200),
+          "low": lambda q, k: (q.add_(5), k.sub_(5))}
 
 
-def tiles_of(stage: flash.Stage, d: int) -> list[dict[str, int]]:
-    """Small tiles and middling ones, that a stage takes."""
+def tiles_of(stage: flash.Stage, d: int) -> dict[str, dict[str, int]]:
+    """Tiles that a stage takes: the smallest, middling ones, and the tallest for their width."""
     taken = []
     for size in sorted((Br * Bc, Br, Bc) for Br in (8, 16, 32, 64, 128) for Bc in (8, 16, 32, 64)):
         try:
             taken.append(stage.tiles(d, 227 * 1024, Br=size[1], Bc=size[2]))
         except ValueError:
             continue
-    return [taken[0], taken[len(taken) // 2]]
+    return {"small": taken[0], "middling": taken[len(taken) // 2],
+            "tall": max(taken, key=lambda tiles: tiles["Br"] / tiles["Bc"])}
 
 
 def calls(stage: flash.Stage) -> list:
@@ -274,12 +85,11 @@ def calls(stage: flash.Stage) -> list:
     from flash_ladder.reference import random_gradients, random_qkv, reference
 
     made = []
-    for B, H, H_kv, N_q, N_k, d, diagonal, which in SHAPES:
+    for B, H, H_kv, N_q, N_k, d, diagonal, size, scores in SHAPES:
         torch.manual_seed(0)
-        dtype, tiles = stage.dtypes[0], tiles_of(stage, d)[which]
+        dtype, tiles = stage.dtypes[0], tiles_of(stage, d)[size]
         q, k, v = random_qkv(B, H, H_kv, N_q, N_k, d, "cpu", dtype)
-        if diagonal is None:
-            k[:, :, -1] *= 50
+        SCORES[scores](q, k)
         options = plan.choose(stage, q, stage.direction, **tiles)
 
         def forward(tensors=(q, k, v, diagonal), options=options):
@@ -310,6 +120,8 @@ def how_found(call) -> str:
             error = call()
         except (RuntimeError, AssertionError) as raised:
             error = str(raised).splitlines()[0]
+            if error.startswith("building"):
+                raise
     return report.findings[0].what if report.findings else f"wrong: {error}" if error else ""
 
 
@@ -361,12 +173,13 @@ def name_of(row: dict) -> str:
     return Mutant(**{field.name: row[field.name] for field in fields(Mutant)}).name
 
 
-def run(stages: list[flash.Stage], known: dict[str, dict], out: Path | None) -> dict[str, dict]:
-    """Rows by the names of mutants: in which stages each was tried, and how the last one found it. One of
-    stages/common that a stage has found is not tried in the next. Rows of mutants that are gone are left out.
+def run(stages: list[flash.Stage], known: dict, out: Path) -> None:
+    """Add the mutants of stages to the data of mutants.json: in which stages each was tried, and how the last
+    one found it. One of stages/common that a stage has found is not tried in the next. Rows of mutants that
+    are gone are left out.
     """
-    present = {m.name for stage in flash.stages() for m in mutants(stage).values()}
-    rows = {name: row for name, row in known.items() if name in present}
+    present = dict.fromkeys(m.name for stage in flash.stages() for m in mutants(stage).values())
+    rows = {name: row for row in known["mutants"] if (name := name_of(row)) in present}
     for stage in stages:
         own = {number: m for number, m in mutants(stage).items()
                if m.file == stage.path.name or not rows.get(m.name, {}).get("how")}
@@ -380,17 +193,29 @@ def run(stages: list[flash.Stage], known: dict[str, dict], out: Path | None) -> 
         mine = [rows[m.name] for m in own.values()]
         print(f"{stage.path.name}: {len(mine)} mutants, {sum(not row['how'] for row in mine)} not found",
               flush=True)
-        if out:
-            result = {"date": str(date.today()), "mutants": list(rows.values())}
-            out.write_text(json.dumps(result, indent=1) + "\n")
-    return rows
+        known["stages"] = dict(sorted((known["stages"] | {stage.path.stem: fingerprint(stage)}).items()))
+        known |= {"date": str(date.today()), "mutants": [rows[name] for name in present if name in rows]}
+        out.write_text(as_json(known))
 
 
-def equivalent() -> dict[str, str]:
-    """The reasons of equivalent_mutants.txt, by the names of the mutants: a paragraph is a reason, and the
-    names that it is for, one a line after two spaces."""
+def as_json(data: dict) -> str:
+    """The text of mutants.json: a line for each mutant."""
+    rows = ",\n".join(json.dumps(row) for row in data["mutants"])
+    rest = json.dumps({key: value for key, value in data.items() if key != "mutants"}, indent=1)
+    return f'{rest[:-2]},\n "mutants": [\n{rows}\n]}}\n'
+
+
+def stale(data: dict) -> list[str]:
+    """The stages that mutants.json has, and that have changed since."""
+    return [stage.path.stem for stage in flash.stages()
+            if data["stages"].get(stage.path.stem, fingerprint(stage)) != fingerprint(stage)]
+
+
+def reasons(file: Path) -> dict[str, str]:
+    """Those of EQUIVALENT or MISSED, by the names of the mutants: a paragraph is a reason, and the names that
+    it is for, one a line after two spaces."""
     found = {}
-    for part in re.split(r"\n\n+", EQUIVALENT.read_text().strip()):
+    for part in re.split(r"\n\n+", file.read_text().strip()):
         lines = [line for line in part.splitlines() if not line.startswith("#")]
         reason = " ".join(line for line in lines if not line.startswith("  "))
         found |= {line.strip(): reason for line in lines if line.startswith("  ")}
@@ -408,7 +233,7 @@ KINDS = {"a barrier or fence removed": "(__sync|__threadfence).* removed",
 
 def missed(rows: list[dict]) -> list[str]:
     """The names of mutants that nothing has found, and that are not equivalent."""
-    same = equivalent()
+    same = reasons(EQUIVALENT)
     return [name for row in rows if not row["how"] and (name := name_of(row)) not in same]
 
 
@@ -423,9 +248,9 @@ def table(data: dict) -> str:
         equal = sum(not row["how"] for row in rows) - left
         numbers = len(rows), equal, len(rows) - equal - left - alone, alone, left
         lines.append(f"| {kind} | {' | '.join(map(str, numbers))} |")
-    tried = len({name for row in data["mutants"] for name in row["tried"]})
-    return "\n".join([*lines, "", f"Of {tried} of {len(flash.stages())} stages, in three calls each: ragged, "
-                      f"with grouped heads, with masks. By `python results/mutants.py`, {data['date']}."])
+    tried = f"Of {len(data['stages'])} of {len(flash.stages())} stages"
+    how = f"in {len(SHAPES)} calls each: ragged, with grouped heads, with masks"
+    return "\n".join([*lines, "", f"{tried}, {how}. By `python results/mutants.py`, {data['date']}."])
 
 
 def main() -> None:
@@ -434,6 +259,7 @@ def main() -> None:
     parser.add_argument("--stages", nargs="+", metavar="NAME")
     parser.add_argument("--list", action="store_true")
     parser.add_argument("--missed", action="store_true")
+    parser.add_argument("--stale", action="store_true")
     parser.add_argument("--work", nargs="+", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.work:
@@ -446,12 +272,12 @@ def main() -> None:
     if not args.folder or not args.folder.is_dir():
         parser.error(f"there is no folder {args.folder}")
     out = args.folder / "mutants.json"
-    keep = out.is_file() and (args.stages or args.missed)
-    there = json.loads(out.read_text())["mutants"] if keep else []
-    if args.missed:
-        print(*missed(there), sep="\n")
-        return None
-    run(chosen, {name_of(row): row for row in there}, out)
+    keep = out.is_file() and (args.stages or args.missed or args.stale)
+    data = json.loads(out.read_text()) if keep else {"date": "", "stages": {}, "mutants": []}
+    if args.missed or args.stale:
+        print(*missed(data["mutants"]) if args.missed else stale(data), sep="\n")
+    else:
+        run(chosen, data, out)
     return None
 
 

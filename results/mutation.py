@@ -1,0 +1,229 @@
+"""How mutants are made: where a stage's code can be changed, and its text with all changes in it.
+
+See mutants.py.
+"""
+
+import bisect
+import hashlib
+import re
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import flash  # noqa: E402
+from flash_ladder.simulator.translate import _blank as blank  # noqa: E402
+
+COMMON = flash.STAGES / "common"
+NUMBER = "FLASH_MUTANT"                          # in the environment
+
+SYNC = re.compile(r"\b(__syncthreads|__syncwarp|__threadfence|cp_async_commit|cp_async_wait\s*<([^<>;]*)>)"
+                  r"\s*\([^()]*\)\s*;")
+BOUND = re.compile(r"(?<=[^\s<>=!-] )(<=?|>=?)(?= [^\s<>=])|\bmin\((?=[^)])")
+FIXED = re.compile(r"^\s*#|\bconstexpr\b|\bstatic_assert\b|\btemplate\b|__launch_bounds__|"
+                   r"\w<\(|\w<[^;()]* [<>]=? [^;()]*>\(")   # lines
+INCLUDE = re.compile(r'^#include "(?:common/)?(\w+\.cuh)"$', re.M)
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """code: the line's, without its comment. occurrence: of this code and change in the file, from 1 on."""
+
+    file: str                # relative to stages/
+    line: int
+    code: str
+    change: str
+    occurrence: int
+
+    @property
+    def name(self) -> str:
+        again = f" (no. {self.occurrence})" if self.occurrence > 1 else ""
+        return f"{self.file}: {self.code}: {self.change}{again}"
+
+
+def closing(code: str, start: int) -> int:
+    """The position after the bracket that closes the one at `start`."""
+    pairs, depth = {"(": ")", "{": "}", "[": "]"}, 0
+    for position in range(start, len(code)):
+        depth += (code[position] in pairs) - (code[position] in pairs.values())
+        if depth == 0:
+            return position + 1
+    raise ValueError("a bracket is not closed")
+
+
+def device_parts(code: str) -> list[tuple[int, int]]:
+    """Where the bodies of device functions are."""
+    parts, position, before = [], 0, 0
+    while (brace := code.find("{", position)) >= 0:
+        end = closing(code, brace)
+        if re.search(r"__global__|__device__", code[before:brace] + code[brace:end]):
+            parts.append((brace, end))
+        position = before = end
+    return parts
+
+
+def statement_end(code: str, start: int) -> int:
+    """The position after the statement that begins at `start`."""
+    word = re.compile(r"(?:for|while|if|switch|else|do)\b(?:\s+constexpr)?").match(code, start)
+    if code[start] == "{":
+        return closing(code, start)
+    if word and word[0] == "else" or word and word[0] == "do":
+        return statement_end(code, next_code(code, word.end()))
+    if word:
+        end = statement_end(code, next_code(code, closing(code, code.index("(", word.end()))))
+        follows = next_code(code, end)
+        return statement_end(code, follows) if re.compile(r"else\b").match(code, follows) else end
+    position = start
+    while code[position] != ";":
+        position = closing(code, position) if code[position] in "({[" else position + 1
+    return position + 1
+
+
+def next_code(code: str, position: int) -> int:
+    """The first position from there on that is neither space nor in a line of the preprocessor."""
+    return re.compile(r"(?:\s+|#[^\n]*)*").match(code, position).end()
+
+
+def neighbours(code: str, start: int) -> tuple[int | None, int | None]:
+    """Where the statement before the one at `start` begins, and where the one after it ends. None: there is
+    none in the same block."""
+    depth, brace = 0, start - 1
+    while depth or code[brace] != "{":
+        depth += (code[brace] == "}") - (code[brace] == "{")
+        brace -= 1
+    before, position = None, next_code(code, brace + 1)
+    while position < start:
+        before, position = position, next_code(code, statement_end(code, position))
+    if position != start:                                     # it is a part of another statement
+        return None, None
+    after = next_code(code, statement_end(code, start))
+    return before, None if code[after] == "}" else statement_end(code, after)
+
+
+@dataclass
+class Source:
+    """A file and its mutants, numbered from `first` on."""
+
+    file: Path
+    first: int
+    folder: Path = flash.STAGES      # names of files are relative to it
+
+    def __post_init__(self):
+        self.text = self.file.read_text()
+        self.mutants: list[Mutant] = []
+        self.edits: list[tuple[int, int, str]] = []           # from, to, what stands there instead
+        self._lines = [0, *(m.end() for m in re.finditer("\n", self.text))]
+        code = blank(self.text)
+        parts = device_parts(code) if self.file.name != "ptx.cuh" else []
+        for begin, end in parts:
+            for sync in SYNC.finditer(code, begin, end):
+                self._add_sync(code, sync)
+            for bound in BOUND.finditer(code, begin, end):
+                self._add_bound(bound)
+
+    def _new(self, position: int, change: str) -> int:
+        line = bisect.bisect_right(self._lines, position)
+        text = self.text[self._lines[line - 1]:].split("\n", 1)[0]
+        code = " ".join(text.split("//")[0].split())
+        file = str(self.file.relative_to(self.folder))
+        same = sum((m.code, m.change) == (code, change) for m in self.mutants)
+        self.mutants.append(Mutant(file, line, code, change, same + 1))
+        return self.first + len(self.mutants) - 1
+
+    def _add_sync(self, code: str, sync: re.Match) -> None:
+        start, end = sync.span()
+        before, after = neighbours(code, start)
+        number = self._new(start, f"{sync[1]} removed")
+        gone = [number]
+        if after is not None:
+            gone.append(self._new(start, f"{sync[1]} a statement later"))
+            self.edits.append((after, after, f" if (MUTANT({gone[-1]})) {sync[0]}"))
+        if before is not None:
+            gone.append(self._new(start, f"{sync[1]} a statement earlier"))
+            self.edits.append((before, before, f"if (MUTANT({gone[-1]})) {sync[0]} "))
+        weaker = ""
+        if sync[2]:
+            gone.append(self._new(start, f"{sync[1]} for one group less"))
+            weaker = f" else if (MUTANT({gone[-1]})) cp_async_wait<{sync[2]} + 1>();"
+        none = " && ".join(f"!MUTANT({n})" for n in gone)
+        self.edits.append((start, end, f"{{ if ({none}) {sync[0]}{weaker} }}"))
+
+    def _add_bound(self, bound: re.Match) -> None:
+        line = bisect.bisect_right(self._lines, bound.start())
+        if FIXED.search(self.text[self._lines[line - 1]:].split("\n", 1)[0]):
+            return
+        what = bound[0].rstrip("(")
+        again = sum(m.line == line and m.change.startswith(f"{what} ") for m in self.mutants) // 2
+        place = f"{what} no. {again + 1} of the line" if again else what
+        more, less = (self._new(bound.start(), f"{place} {by}") for by in ("+ 1", "- 1"))
+        space = " " if what != "min" else ""
+        changed = f"{space}MUTANT({more}) - MUTANT({less}) +{' ' * (not space)}"
+        self.edits.append((bound.end(), bound.end(), changed))
+
+    def mutated(self) -> str:
+        """The text, with all mutants in it; its lines are numbered as in the file."""
+        pieces, position = [], 0
+        for start, end, replacement in sorted(self.edits):
+            pieces += [self.text[position:start], replacement]
+            position = end
+        return "".join(pieces) + self.text[position:]
+
+
+def sources(stage: flash.Stage) -> list[Source]:
+    """A stage's file, and those of stages/common that it includes."""
+    files, waiting = [], [stage.path]
+    while waiting:
+        file = waiting.pop(0)
+        if file not in files:
+            files.append(file)
+            waiting += [COMMON / name for name in INCLUDE.findall(file.read_text())]
+    found: list[Source] = []
+    for file in files:
+        found.append(Source(file, 1 + sum(len(source.mutants) for source in found)))
+    return found
+
+
+def mutants(stage: flash.Stage) -> dict[int, Mutant]:
+    """Those of a stage and of what it includes, by number."""
+    return dict(enumerate((m for source in sources(stage) for m in source.mutants), 1))
+
+
+def fingerprint(stage: flash.Stage) -> str:
+    """A hash of its code and of what it includes, without comments and space."""
+    code = " ".join(word for source in sources(stage) for word in blank(source.text).split())
+    return hashlib.sha256(code.encode()).hexdigest()[:16]
+
+
+HEAD = f"""
+#include <stdlib.h>
+static int mutant_that_runs = 0;
+static int mutant_of_the_environment() {{ const char* x = getenv("{NUMBER}"); return x ? atoi(x) : 0; }}
+#define MUTANT(number) (mutant_that_runs == (number))
+"""
+
+
+def schema(stage: flash.Stage) -> str:
+    """The text of a stage with all mutants in it, and with its includes in place."""
+    texts = {source.file: source.mutated() for source in sources(stage)}
+    there = set()
+
+    def lines_of(file: Path) -> str:
+        """With the lines' numbers and the file's name for the compiler."""
+        text = texts[file].replace("#pragma once", "")
+
+        def put(include: re.Match) -> str:
+            inner = COMMON / include[1]
+            if inner in there:
+                return ""
+            there.add(inner)
+            number = text.count("\n", 0, include.start()) + 2
+            return f'#line 1 "{inner}"\n{lines_of(inner)}\n#line {number} "{file}"'
+
+        return INCLUDE.sub(put, text)
+
+    text = re.sub(r"(cudaError_t launch\([^{]*\{)", r"\1 mutant_that_runs = mutant_of_the_environment();",
+                  lines_of(stage.path))
+    header, pragma, _ = stage.path.read_text().partition("#pragma once")
+    number = header.count("\n") + 1
+    return text.replace(header, header + pragma + HEAD + f'#line {number} "{stage.path}"', 1)
