@@ -24,8 +24,8 @@
 //     multiprocessor, 396 on an H200, for up to 50688 rows at once.
 //   - Where 168 registers do, three blocks of 128 threads run on a multiprocessor instead of two, and the
 //     compiler is told so (blocks_per_sm).
-//   - How often loops are unrolled, whether the outer product goes by rows or by columns, and whether pointers
-//     move along Q^T and K^T or start anew with each k, was measured.
+//   - How often loops are unrolled, whether the outer product goes by rows or by columns, and whether
+//     pointers move along Q^T and K^T or start anew with each k, was measured.
 //
 // HBM traffic without caches (hbm, above): as in flash2; K and V half as often where Br is twice flash2's.
 //

@@ -25,6 +25,8 @@ static thread_local bool reported;                             // that error is 
 std::mutex launch_mutex;                                       // guards what follows
 static std::unordered_map<const void*, int> opted_in_shared;   // cudaFuncSetAttribute, by kernel
 static std::vector<Worker*> idle_workers;                      // kept for their stacks
+constexpr size_t MOST_IDLE_STACKS = 4096, MOST_STACKS = 16384; // two mappings each, of 65530 a process has
+constexpr size_t STACK_PITCH = STACK_BYTES + GUARD_BYTES;
 
 static void set_error(cudaError_t error, const std::string& text) {
   pending = error;
@@ -48,6 +50,20 @@ static Worker* take_worker(const Launch& launch) {
   return w;
 }
 
+static void unmap_stacks(Worker& w) {
+  if (w.stacks) munmap(w.stacks, w.stack_count * STACK_PITCH);
+  w.stack_count = 0;
+  w.stacks = nullptr;
+}
+
+static void give_back(Worker* w) {       // the mutex is held
+  w->shadow.reset();
+  size_t stacks = w->stack_count;
+  for (const Worker* idle : idle_workers) stacks += idle->stack_count;
+  if (stacks > MOST_IDLE_STACKS) unmap_stacks(*w);
+  idle_workers.push_back(w);
+}
+
 // Of the order of threads and blocks; 0: blocks by their numbers, threads first come, first served
 static uint64_t random_seed() {
   const char* seed = getenv("FLASH_SIM_SEED");
@@ -67,20 +83,17 @@ static void prepare(Worker& w, const Launch& launch, size_t threads) {
   if (!launch.checked) w.shared_top = std::min(w.shared_top, SHARED_MEMORY_PER_BLOCK);
   mprotect(w.shared + shared_pages, ARENA_BYTES - shared_pages,
            launch.checked ? PROT_READ | PROT_WRITE : PROT_NONE);
-  constexpr size_t pitch = STACK_BYTES + GUARD_BYTES;
   if (threads > w.stack_count) {         // each stack above such a guard
-    if (w.stacks) munmap(w.stacks, w.stack_count * pitch);
-    w.stack_count = 0;
-    w.stacks = nullptr;
-    w.stacks = map_memory(threads * pitch);
-    for (size_t i = 0; i < threads; i++) mprotect(w.stacks + i * pitch, GUARD_BYTES, PROT_NONE);
+    unmap_stacks(w);
+    w.stacks = map_memory(threads * STACK_PITCH);
+    for (size_t i = 0; i < threads; i++) mprotect(w.stacks + i * STACK_PITCH, GUARD_BYTES, PROT_NONE);
     w.stack_count = threads;
   }
   w.fibers.assign(threads, {});
   w.warps.resize((threads + WARP_SIZE - 1) / WARP_SIZE);
   for (size_t i = 0; i < threads; i++) {
     Fiber& f = w.fibers[i];
-    f.stack = w.stacks + i * pitch + GUARD_BYTES;
+    f.stack = w.stacks + i * STACK_PITCH + GUARD_BYTES;
     f.number = int(i);
     f.warp = f.number / WARP_SIZE;
     f.lane = f.number % WARP_SIZE;
@@ -110,7 +123,11 @@ static size_t nth_block(size_t n, size_t blocks, size_t most, uint64_t seed) {
 }
 
 static void run_grid(const Launch& launch, size_t threads, size_t blocks, double seconds) {
-  const size_t most = most_under_way(threads);
+  const char* limit = getenv("FLASH_SIM_THREADS");
+  size_t count = limit ? size_t(std::max(1, atoi(limit))) : std::max(1u, std::thread::hardware_concurrency());
+  count = launch.checked ? 1 : std::min(count, blocks);   // the checker keeps one book
+  const size_t stretch = most_under_way(threads);
+  const size_t most = std::max(size_t(1), std::min(stretch, MOST_STACKS / threads / count));
   std::atomic<size_t> next_block{0};
   std::atomic<bool> failed{false};
   std::string first_error;
@@ -125,7 +142,7 @@ static void run_grid(const Launch& launch, size_t threads, size_t blocks, double
       while (w->error.empty()) {
         const size_t n = under_way.size() < most && !failed && !interrupted() ? next_block++ : blocks;
         if (n < blocks) {
-          begin_block(*w, nth_block(n, blocks, most, w->seed));
+          begin_block(*w, nth_block(n, blocks, stretch, w->seed));
         } else {
           if (under_way.empty() || failed) break;
           idle.push_back(w);
@@ -156,15 +173,9 @@ static void run_grid(const Launch& launch, size_t threads, size_t blocks, double
     }
     idle.push_back(w);
     idle.insert(idle.end(), under_way.begin(), under_way.end());
-    for (Worker* each : idle) {
-      each->shadow.reset();
-      idle_workers.push_back(each);
-    }
+    for (Worker* each : idle) give_back(each);
   };
   if (launch.checked) begin_checked_launch(launch);
-  const char* limit = getenv("FLASH_SIM_THREADS");
-  size_t count = limit ? size_t(std::max(1, atoi(limit))) : std::max(1u, std::thread::hardware_concurrency());
-  count = launch.checked ? 1 : std::min(count, blocks);   // the checker keeps one book
   std::vector<std::thread> others;
   try {
     for (size_t i = 1; i < count; i++) others.emplace_back(work);
