@@ -1,9 +1,9 @@
 // FlashAttention backward: what it computes, the ladder, and the one entry point. As with flash_fwd.cu, which
 // has the notation, this is the file that is compiled, and the stage comes in as a macro:
 //
-//   nvcc -DSTAGE_FILE='"stages/bwd_02_recompute.cuh"' -DELEMENT=float -DHEAD_DIM=64 -DCAUSAL=1 \
-//        -DNEGATIVE_SCALE=0 -DDETERMINISTIC=0 -DBLOCK_R=64 -DBLOCK_C=64 -arch=sm_80 -cubin -Xptxas -v \
-//        flash_bwd.cu
+//   nvcc -DSTAGE_FILE='"stages/bwd_02_recompute.cuh"' -DELEMENT=float -DHEAD_DIM=64 \
+//        -DMASK_FILE='"stages/masks/causal.cuh"' -DCAUSAL=1 -DNEGATIVE_SCALE=0 -DDETERMINISTIC=0 \
+//        -DBLOCK_R=64 -DBLOCK_C=64 -arch=sm_80 -cubin -Xptxas -v flash_bwd.cu
 //
 // (DETERMINISTIC is 1 to ask a stage for the same bits in every run, if it can do both.)
 //
@@ -52,6 +52,7 @@
 #include <math.h>
 
 #include "stages/common/tensor.cuh"
+#include "stages/common/mask.cuh"
 
 struct BwdParams {           // launch.py fills its twin, field for field
   Tensor Q, K, V, O, dO;     // of the forward pass, and the gradient by O
@@ -62,6 +63,7 @@ struct BwdParams {           // launch.py fills its twin, field for field
   int B, H, H_kv, N_q, N_k;
   int diagonal;              // used if CAUSAL
   float scale;
+  MaskParams mask;           // what MASK_FILE takes
 };
 
 #include STAGE_FILE
@@ -69,12 +71,17 @@ struct BwdParams {           // launch.py fills its twin, field for field
 // launch.py compares: the twins must not drift.
 extern "C" size_t flash_bwd_params_bytes() { return sizeof(BwdParams); }
 
-extern "C" size_t flash_bwd_workspace_bytes(const BwdParams* p) { return workspace_bytes(*p); }
+extern "C" size_t flash_bwd_workspace_bytes(const BwdParams* p) {
+  return workspace_bytes(*p) + list_bytes<Mask>(*p);
+}
 
 // Returns null, or what went wrong.
 extern "C" const char* flash_bwd(const BwdParams* p, cudaStream_t stream) {
   cudaGetLastError();                                     // one that somebody left is not this call's
-  cudaError_t error = launch(*p, stream);
+  BwdParams with_lists = *p;
+  with_lists.mask.lists = reinterpret_cast<int*>(static_cast<char*>(p->workspace) + workspace_bytes(*p));
+  launch_lists<Mask>(with_lists, /*for_Q_alone=*/false, stream);
+  cudaError_t error = launch(with_lists, stream);
   if (error == cudaSuccess) error = cudaGetLastError();   // one that launch() did not look for
   const char* text = error == cudaSuccess ? nullptr : cudaGetErrorString(error);
   cudaGetLastError();                                     // one that launch() returned, but left pending

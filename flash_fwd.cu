@@ -1,8 +1,9 @@
 // FlashAttention forward: the notation, the ladder, and the one entry point. This is the file that is
 // compiled; the stage to compile comes in as a macro, and so do its compile-time constants:
 //
-//   nvcc -DSTAGE_FILE='"stages/fwd_04_flash2.cuh"' -DELEMENT=float -DHEAD_DIM=64 -DCAUSAL=1 \
-//        -DNEGATIVE_SCALE=0 -DBLOCK_R=64 -DBLOCK_C=64 -arch=sm_80 -cubin -Xptxas -v flash_fwd.cu
+//   nvcc -DSTAGE_FILE='"stages/fwd_04_flash2.cuh"' -DELEMENT=float -DHEAD_DIM=64 \
+//        -DMASK_FILE='"stages/masks/causal.cuh"' -DCAUSAL=1 -DNEGATIVE_SCALE=0 \
+//        -DBLOCK_R=64 -DBLOCK_C=64 -arch=sm_80 -cubin -Xptxas -v flash_fwd.cu
 //
 // (ELEMENT is __half or __nv_bfloat16 for the stages in 16 bits. NEGATIVE_SCALE is 1 for a scale below 0.)
 // flash.py passes them, builds on first use and calls flash_fwd(). Nothing here needs PyTorch's headers: a
@@ -73,6 +74,7 @@
 #include <math.h>
 
 #include "stages/common/tensor.cuh"
+#include "stages/common/mask.cuh"
 
 struct FwdParams {           // launch.py fills its twin, field for field
   Tensor Q, K, V, O;
@@ -81,6 +83,7 @@ struct FwdParams {           // launch.py fills its twin, field for field
   int B, H, H_kv, N_q, N_k;
   int diagonal;              // used if CAUSAL
   float scale;
+  MaskParams mask;           // what MASK_FILE takes
 };
 
 #include STAGE_FILE
@@ -88,12 +91,17 @@ struct FwdParams {           // launch.py fills its twin, field for field
 // launch.py compares: the twins must not drift.
 extern "C" size_t flash_fwd_params_bytes() { return sizeof(FwdParams); }
 
-extern "C" size_t flash_fwd_workspace_bytes(const FwdParams* p) { return workspace_bytes(*p); }
+extern "C" size_t flash_fwd_workspace_bytes(const FwdParams* p) {
+  return workspace_bytes(*p) + list_bytes<Mask>(*p);
+}
 
 // Returns null, or what went wrong.
 extern "C" const char* flash_fwd(const FwdParams* p, cudaStream_t stream) {
   cudaGetLastError();                                     // one that somebody left is not this call's
-  cudaError_t error = launch(*p, stream);
+  FwdParams with_lists = *p;
+  with_lists.mask.lists = reinterpret_cast<int*>(static_cast<char*>(p->workspace) + workspace_bytes(*p));
+  launch_lists<Mask>(with_lists, /*for_Q_alone=*/true, stream);
+  cudaError_t error = launch(with_lists, stream);
   if (error == cudaSuccess) error = cudaGetLastError();   // one that launch() did not look for
   const char* text = error == cudaSuccess ? nullptr : cudaGetErrorString(error);
   cudaGetLastError();                                     // one that launch() returned, but left pending

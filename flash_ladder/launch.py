@@ -35,8 +35,22 @@ class Tensor(ctypes.Structure):
     _fields_ = [("data", ctypes.c_void_p), *((f"stride_{x}", ctypes.c_int64) for x in "bhn")]
 
 
+class MaskTensor(ctypes.Structure):
+    """struct MaskTensor of stages/common/mask_params.cuh."""
+
+    _fields_ = [("data", ctypes.c_void_p), *((f"stride_{x}", ctypes.c_int64) for x in ("b", "h", "row", "col"))]
+
+
+class MaskParams(ctypes.Structure):
+    """struct MaskParams of stages/common/mask_params.cuh."""
+
+    _fields_ = [("tensors", MaskTensor * 4), ("ints", ctypes.c_int * 8), ("floats", ctypes.c_float * 4),
+                ("B", ctypes.c_int), ("H", ctypes.c_int), ("lists", ctypes.c_void_p),
+                ("gradient", ctypes.c_void_p)]
+
+
 _SIZES: list[tuple[str, Any]] = [*((x, ctypes.c_int) for x in ("B", "H", "H_kv", "N_q", "N_k", "diagonal")),
-          ("scale", ctypes.c_float)]
+          ("scale", ctypes.c_float), ("mask", MaskParams)]
 
 
 class FwdParams(ctypes.Structure):
@@ -161,9 +175,14 @@ def load(stage: Stage, macros: dict[str, str | Path], device: torch.device) -> L
 
 
 def definitions(stage: Stage, dtype: torch.dtype, d: int, causal: bool, tiles: dict[str, int],
-                deterministic: bool = False, negative_scale: bool = False) -> dict[str, str | Path]:
-    """The macros that flash_fwd.cu or flash_bwd.cu is compiled with; a path stands for a file to include."""
+                deterministic: bool = False, negative_scale: bool = False,
+                mask: Path | None = None) -> dict[str, str | Path]:
+    """The macros that flash_fwd.cu or flash_bwd.cu is compiled with; a path stands for a file to include.
+
+    mask: a mask's file, if it is another one than that of `causal`.
+    """
     macros: dict[str, str | Path] = {"STAGE_FILE": stage.path, "ELEMENT": ELEMENTS[dtype], "HEAD_DIM": str(d),
+              "MASK_FILE": mask or STAGES / "masks" / ("causal.cuh" if causal else "none.cuh"),
               "CAUSAL": str(int(causal)), "NEGATIVE_SCALE": str(int(negative_scale)),
               "BLOCK_R": str(tiles["Br"]), "BLOCK_C": str(tiles["Bc"])}
     if stage.direction == "bwd":

@@ -80,6 +80,7 @@ class Plan:
         struct = PARAMS[stage.direction]
         params = struct(B=q.shape[0], H=q.shape[1], H_kv=k.shape[1], N_q=q.shape[2], N_k=k.shape[2],
                         diagonal=diagonal or 0, scale=scale)
+        params.mask.ints[0] = diagonal or 0
         for name, x in tensors.items():
             if x is not None and name not in VECTORS:
                 setattr(params, name, Tensor(None, *strides_of(x)))

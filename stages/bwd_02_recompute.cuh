@@ -70,7 +70,6 @@ __global__ void __launch_bounds__(threads, 2) backward_kernel(BwdParams p, const
   const int j = blockIdx.x % Tc, bh = blockIdx.x / Tc;                   // line 5
   const int b = bh / p.H_kv, h_kv = bh % p.H_kv, group = p.H / p.H_kv;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  const Mask mask(p);
 
   extern __shared__ float smem[];
   float* K_smem = smem;                   // Bc x d, rows d + 1 apart
@@ -85,9 +84,12 @@ __global__ void __launch_bounds__(threads, 2) backward_kernel(BwdParams p, const
   float dK_reg[keys][dims] = {}, dV_reg[keys][dims] = {};                // line 7
 
   for (int h = h_kv * group; h < (h_kv + 1) * group; h++) {
+    const Mask mask(p, b, h);
+    const auto tiles = mask.query_tiles(j);
     const int64_t first_row = ((int64_t)b * p.H + h) * p.N_q;            // of this head, in L and D
     float* dQ = p.dQ.head(b, h);
-    for (int i = mask.first_i(j); i < Tr; i++) {                         // line 8
+    for (int t = tiles.first; t < tiles.end; t++) {                      // line 8
+      const int i = tiles[t];
       __syncthreads();                    // all are done with the last tiles, which are now overwritten
       load_tile(Q_smem, d, p.Q.head(b, h), p.Q.stride_n, i * Br, Br, p.N_q);               // line 9
       load_tile(dO_smem, d, p.dO.head(b, h), p.dO.stride_n, i * Br, Br, p.N_q);
@@ -112,9 +114,11 @@ __global__ void __launch_bounds__(threads, 2) backward_kernel(BwdParams p, const
         const float D_row = row < p.N_q ? D[first_row + row] : 0.f;
         for (int c = 0; c < cols; c++) {
           const int col = j * Bc + lane + 32 * c;
-          const float P = mask.sees(row, col) ? expf(p.scale * S_reg[r][c] - L_row) : 0.f; // line 11
+          const float x = p.scale * S_reg[r][c];
+          const float P = mask.sees(row, col) ? expf(mask.score(x, row, col) - L_row) : 0.f;     // line 11
           P_smem[(warp * rows + r) * Bc + lane + 32 * c] = P;
-          dS_smem[(warp * rows + r) * Bc + lane + 32 * c] = P * (dP_reg[r][c] - D_row);    // line 14
+          const float dS = P * (dP_reg[r][c] - D_row);                   // line 14
+          dS_smem[(warp * rows + r) * Bc + lane + 32 * c] = mask.through_score(dS, x, row, col);
         }
       }
       // ---

@@ -102,7 +102,6 @@ __global__ void __launch_bounds__(threads) backward_kernel(BwdParams p, const fl
   const int S_row = warp / warps_c * 4 * rows + lane / 8, S_col = warp % warps_c * 8 * cols + lane % 8 * 4;
   const int dK_row = warp / warps_d * 16 + lane / 8 * 4, dim = warp % warps_d * 8 * dims + lane % 8 * 4;
   const int dQ_row = warp / warps_d * 4 * dQ_rows + lane / 8;
-  const Mask mask(p);
 
   extern __shared__ float smem[];
   float* K_smem = smem;                   // Bc x width
@@ -121,9 +120,12 @@ __global__ void __launch_bounds__(threads) backward_kernel(BwdParams p, const fl
   float dK_reg[keys][dims] = {}, dV_reg[keys][dims] = {};                // line 7
 
   for (int h = h_kv * group; h < (h_kv + 1) * group; h++) {
+    const Mask mask(p, b, h);
+    const auto tiles = mask.query_tiles(j);
     const int64_t first_row = ((int64_t)b * p.H + h) * p.N_q;            // of this head, in L and D
     float* dQ = p.dQ.head(b, h);
-    for (int i = mask.first_i(j); i < Tr; i++) {                         // line 8
+    for (int t = tiles.first; t < tiles.end; t++) {                      // line 8
+      const int i = tiles[t];
       __syncthreads();                    // all are done with the last tiles, which are now overwritten
       load_tile(Q_smem, width, p.Q.head(b, h), p.Q.stride_n, i * Br, Br, p.N_q);           // line 9
       load_tile(dO_smem, width, p.dO.head(b, h), p.dO.stride_n, i * Br, Br, p.N_q);
@@ -139,7 +141,8 @@ __global__ void __launch_bounds__(threads) backward_kernel(BwdParams p, const fl
         const float D_row = row < p.N_q ? D[first_row + row] : 0.f;
         for (int c = 0; c < cols; c++) {
           const int col = j * Bc + S_col + c / 4 * 32 + c % 4;
-          const float P = mask.sees(row, col) ? expf(p.scale * S_reg[r][c] - L_row) : 0.f; // line 11
+          const float x = p.scale * S_reg[r][c];
+          const float P = mask.sees(row, col) ? expf(mask.score(x, row, col) - L_row) : 0.f;     // line 11
           P_smem[(S_row + 4 * r) * Bc + S_col + c / 4 * 32 + c % 4] = P; // line 14: dS_ij, in the next line
           dS_smem[(S_row + 4 * r) * Bc + S_col + c / 4 * 32 + c % 4] = P * (dP_reg[r][c] - D_row);
         }

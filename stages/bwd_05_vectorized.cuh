@@ -93,7 +93,6 @@ __global__ void __launch_bounds__(threads) backward_kernel(BwdParams p, const fl
   const int S_row = warp / warps_c * 4 * rows + lane / 8, S_col = warp % warps_c * 8 * cols + lane % 8 * 4;
   const int dK_row = warp / warps_d * 16 + lane / 8 * 4, dim = warp % warps_d * 8 * dims + lane % 8 * 4;
   const int dQ_row = warp / warps_d * 4 * dQ_rows + lane / 8;
-  const Mask mask(p);
 
   extern __shared__ __align__(16) float smem[];
   float* K_smem = smem;                   // Bc x width
@@ -110,9 +109,12 @@ __global__ void __launch_bounds__(threads) backward_kernel(BwdParams p, const fl
   float dK_reg[keys][dims] = {}, dV_reg[keys][dims] = {};                // line 7
 
   for (int h = h_kv * group; h < (h_kv + 1) * group; h++) {
+    const Mask mask(p, b, h);
+    const auto tiles = mask.query_tiles(j);
     const int64_t first_row = ((int64_t)b * p.H + h) * p.N_q;            // of this head, in L and D
     float* dQ = p.dQ.head(b, h);
-    for (int i = mask.first_i(j); i < Tr; i++) {                         // line 8
+    for (int t = tiles.first; t < tiles.end; t++) {                      // line 8
+      const int i = tiles[t];
       __syncthreads();                    // all are done with the last tiles, which are now overwritten
       load_tile4<threads>(Q_smem, width, p.Q.head(b, h), p.Q.stride_n, i * Br, Br, p.N_q); // line 9
       load_tile4<threads>(dO_smem, width, p.dO.head(b, h), p.dO.stride_n, i * Br, Br, p.N_q);
@@ -128,8 +130,9 @@ __global__ void __launch_bounds__(threads) backward_kernel(BwdParams p, const fl
         const float D_row = row < p.N_q ? D[first_row + row] : 0.f;
         for (int c = 0; c < cols; c++) {
           const int col = j * Bc + S_col + c / 4 * 32 + c % 4;
-          S_reg[r][c] = mask.sees(row, col) ? expf(p.scale * S_reg[r][c] - L_row) : 0.f;   // line 11: P_ij
-          dP_reg[r][c] = S_reg[r][c] * (dP_reg[r][c] - D_row);           // line 14: dS_ij
+          const float x = p.scale * S_reg[r][c];
+          S_reg[r][c] = mask.sees(row, col) ? expf(mask.score(x, row, col) - L_row) : 0.f; // line 11: P_ij
+          dP_reg[r][c] = mask.through_score(S_reg[r][c] * (dP_reg[r][c] - D_row), x, row, col);  // line 14
         }
         for (int c = 0; c < cols; c += 4) {
           const int to = (S_row + 4 * r) * Bc + S_col + 8 * c;

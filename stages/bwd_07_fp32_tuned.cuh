@@ -139,7 +139,6 @@ __global__ void __launch_bounds__(threads, blocks_per_sm) backward_kernel(BwdPar
   const int dK_row = warp / warps_d * 16 + row4 * 4, dim = warp % warps_d * 8 * dims + col8 * 4;
   const int dQ_row = warp / warps_d * 4 * dQ_rows + row4;
   const int odd = row4 % 2;               // are S_row + 4 * r and dQ_row + 4 * r?
-  const Mask mask(p);
 
   extern __shared__ __align__(16) float smem[];
   float* K_smem = smem;                   // Bc x width
@@ -160,13 +159,17 @@ __global__ void __launch_bounds__(threads, blocks_per_sm) backward_kernel(BwdPar
     stage_tile(Q_staged, p.Q.head(b, h), p.Q.stride_n, i * Br, p.N_q);
     stage_tile(dO_staged, p.dO.head(b, h), p.dO.stride_n, i * Br, p.N_q);
   };
-  const int first_i = mask.first_i(j);
-  if (first_i < Tr) stage_tiles(h_kv * group, first_i);
+  bool staged = false;                    // are the next head's first ones on their way?
 
   for (int h = h_kv * group; h < (h_kv + 1) * group; h++) {
+    const Mask mask(p, b, h);
+    const auto tiles = mask.query_tiles(j);
     const int64_t first_row = ((int64_t)b * p.H + h) * p.N_q;            // of this head, in L and D
     float* dQ = p.dQ.head(b, h);
-    for (int i = first_i; i < Tr; i++) {                                 // line 8
+    if (!staged && tiles.first < tiles.end) stage_tiles(h, tiles[tiles.first]);
+    staged = false;
+    for (int t = tiles.first; t < tiles.end; t++) {                      // line 8
+      const int i = tiles[t];
       __syncthreads();                    // all are done with the last tiles, which are now overwritten
       store_tile(Q_smem, Q_staged);                                      // line 9
       store_tile(dO_smem, dO_staged);
@@ -179,16 +182,18 @@ __global__ void __launch_bounds__(threads, blocks_per_sm) backward_kernel(BwdPar
         D_row[r] = row < p.N_q ? D[first_row + row] : 0.f;
       }
 
-      float S_reg[rows][cols] = {};                                      // line 10: S_ij = Q_i K_j^T
+      float S_reg[rows][cols] = {}, slope_reg[rows][cols];               // line 10: S_ij = Q_i K_j^T
       const float* Q_rows = Q_smem + S_row * width;
       add_product<8, unroll_k>(S_reg, Q_rows, 4 * width, 4 * odd, KT_smem, Bc, 16, S_col, d);
-      const bool cut = mask.cuts(i, j);
+      const bool cut = mask.cuts(tiles, t, j);
       for (int r = 0; r < rows; r++) {                                   // line 11: P_ij
         const int row = i * Br + S_row + 4 * r;
-        for (int c = 0; c < cols; c++) S_reg[r][c] = fast_exp2(LOG2_E * (p.scale * S_reg[r][c] - L_row[r]));
-        for (int c = 0; cut && c < cols; c++) {
+        for (int c = 0; c < cols; c++) {
           const int col = j * Bc + S_col + c / 4 * 32 + c % 4;
-          if (!mask.sees(row, col)) S_reg[r][c] = 0.f;
+          const float x = p.scale * S_reg[r][c];
+          if (Mask::scores) slope_reg[r][c] = mask.slope(x, row, col);
+          S_reg[r][c] = fast_exp2(LOG2_E * (mask.score(x, row, col) - L_row[r]));
+          if (cut && !mask.sees(row, col)) S_reg[r][c] = 0.f;
         }
         for (int c = 0; c < cols; c += 4) {
           const int to = (S_row + 4 * r) * Bc + ((S_col + 8 * c) ^ 16 * odd);
@@ -202,15 +207,25 @@ __global__ void __launch_bounds__(threads, blocks_per_sm) backward_kernel(BwdPar
       for (int r = 0; r < rows; r++) {                                   // line 14: dS_ij
         for (int c = 0; c < cols; c += 4) {
           const int to = (S_row + 4 * r) * Bc + ((S_col + 8 * c) ^ 16 * odd);
-          const float4 P = load4(P_smem + to);      // from where it waited, out of the way of dP
-          store4(dS_smem + to, P.x * (dP_reg[r][c] - D_row[r]), P.y * (dP_reg[r][c + 1] - D_row[r]),
-                 P.z * (dP_reg[r][c + 2] - D_row[r]), P.w * (dP_reg[r][c + 3] - D_row[r]));
+          const float4 four = load4(P_smem + to);   // from where it waited, out of the way of dP
+          const float P[4] = {four.x, four.y, four.z, four.w};
+          float dS[4];
+          for (int e = 0; e < 4; e++) {
+            dS[e] = P[e] * (dP_reg[r][c + e] - D_row[r]);
+            mask.keep_gradient(dS[e], i * Br + S_row + 4 * r, j * Bc + S_col + 8 * c + e);
+            if (Mask::scores) dS[e] *= slope_reg[r][c + e];
+          }
+          store4(dS_smem + to, dS[0], dS[1], dS[2], dS[3]);
         }
       }
       __syncthreads();                    // a warp now reads columns of P and dS, which all warps wrote
 
-      const int next_h = i + 1 < Tr ? h : h + 1, next_i = i + 1 < Tr ? i + 1 : first_i;
-      if (next_h < (h_kv + 1) * group) stage_tiles(next_h, next_i);      // they come while the products run
+      if (t + 1 < tiles.end) stage_tiles(h, tiles[t + 1]);               // they come while the products run
+      else if (h + 1 < (h_kv + 1) * group) {
+        const auto next = Mask(p, b, h + 1).query_tiles(j);
+        staged = next.first < next.end;
+        if (staged) stage_tiles(h + 1, next[next.first]);
+      }
 
       #pragma unroll 32
       for (int row = 0; row < Br; row++) {

@@ -95,7 +95,6 @@ __global__ void __launch_bounds__(threads, 1) backward_kernel(BwdParams p, const
   const int b = bh / p.H_kv, h_kv = bh % p.H_kv, group = p.H / p.H_kv;
   const int warp = threadIdx.x / 32;
   const int warp_row = warp % (Br / 16) * 16, part = warp / (Br / 16);   // of each result
-  const Mask mask(p);
 
   extern __shared__ __align__(128) ELEMENT smem[];
   ELEMENT* K_smem = smem;                   // Bc x d, rows `pitch` apart
@@ -115,8 +114,11 @@ __global__ void __launch_bounds__(threads, 1) backward_kernel(BwdParams p, const
   auto dim = [&](int col) { return 16 * (part + col / 16 * parts) + col % 16; };
 
   for (int h = h_kv * group; h < (h_kv + 1) * group; h++) {
+    const Mask mask(p, b, h);
+    const auto tiles = mask.query_tiles(j);
     const int64_t first_row = ((int64_t)b * p.H + h) * p.N_q;            // of this head, in L, D and dQ_accum
-    for (int i = mask.first_i(j); i < Tr; i++) {                         // line 8
+    for (int t = tiles.first; t < tiles.end; t++) {                      // line 8
+      const int i = tiles[t];
       __syncthreads();                    // all are done with the last tiles, which are now overwritten
       load_tile<threads>(Q_smem, tile_index, p.Q.head(b, h), p.Q.stride_n, i * Br, Br, p.N_q);  // line 9
       load_tile<threads>(dO_smem, tile_index, p.dO.head(b, h), p.dO.stride_n, i * Br, Br, p.N_q);
@@ -136,8 +138,9 @@ __global__ void __launch_bounds__(threads, 1) backward_kernel(BwdParams p, const
       }
       for_both(S_reg, dP_reg, [&](float& S, float& dP, int r, int c) {
         const int row = i * Br + warp_row + r, col = j * Bc + cols * part + c;
-        S = mask.sees(row, col) ? fast_exp2(LOG2_E * (p.scale * S - L_row[r / 8])) : 0.f;  // line 11
-        dP = S * (dP - D_row[r / 8]);                                    // line 14: dS_ij
+        const float x = p.scale * S;
+        S = mask.sees(row, col) ? fast_exp2(LOG2_E * (mask.score(x, row, col) - L_row[r / 8])) : 0.f;
+        dP = mask.through_score(S * (dP - D_row[r / 8]), x, row, col);   // lines 11, 14: P_ij, dS_ij
       });
       auto store = [&](ELEMENT* tile, float (&acc)[strips][cols / 8][4]) {
         for_each_pair(acc, [&](uint32_t packed, int row, int col) {

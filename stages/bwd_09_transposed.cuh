@@ -78,7 +78,6 @@ __global__ void __launch_bounds__(threads, 1) backward_kernel(BwdParams p, const
   const int warp = threadIdx.x / 32;
   const int first_key = warp * warp_rows;            // this warp's rows of dK and dV, and
   const int dQ_row = warp % (Br / 16) * 16, part = warp / (Br / 16);     // of dQ
-  const Mask mask(p);
 
   extern __shared__ __align__(128) ELEMENT smem[];
   ELEMENT* K_smem = smem;                   // Bc x d, rows `pitch` apart
@@ -97,8 +96,11 @@ __global__ void __launch_bounds__(threads, 1) backward_kernel(BwdParams p, const
   const float scale2 = p.scale * LOG2_E;
 
   for (int h = h_kv * group; h < (h_kv + 1) * group; h++) {
+    const Mask mask(p, b, h);
+    const auto tiles = mask.query_tiles(j);
     const int64_t first_row = ((int64_t)b * p.H + h) * p.N_q;            // of this head, in L, D and dQ_accum
-    for (int i = mask.first_i(j); i < Tr; i++) {                         // line 8
+    for (int t = tiles.first; t < tiles.end; t++) {                      // line 8
+      const int i = tiles[t];
       // The last tiles were last read before the last barrier, so they may be overwritten.
       load_tile<threads>(Q_smem, tile_index, p.Q.head(b, h), p.Q.stride_n, i * Br, Br, p.N_q);  // line 9
       load_tile<threads>(dO_smem, tile_index, p.dO.head(b, h), p.dO.stride_n, i * Br, Br, p.N_q);
@@ -116,8 +118,9 @@ __global__ void __launch_bounds__(threads, 1) backward_kernel(BwdParams p, const
 
       for_both(S_reg, dP_reg, [&](float& S, float& dP, int r, int c) {
         const int row = i * Br + c, col = j * Bc + first_key + r;
-        S = mask.sees(row, col) ? fast_exp2(scale2 * S - L_smem[c]) : 0.f;                 // line 11: P_ij
-        dP = S * (dP - D_smem[c]);                                       // line 14: dS_ij
+        const float x = scale2 * S;
+        S = mask.sees(row, col) ? fast_exp2(score2(mask, x, row, col) - L_smem[c]) : 0.f;  // line 11: P_ij
+        dP = mask.through_score(S * (dP - D_smem[c]), LN_2 * x, row, col);                 // line 14: dS_ij
       });
       uint32_t P_frag[strips][Br / 16][4], dS_frag[strips][Br / 16][4];
       round_to_A(P_frag, S_reg, [](uint32_t, int, int) {});

@@ -53,6 +53,7 @@
 #include "common/pairs.cuh"
 #include "common/product.cuh"
 #include "common/rowsum.cuh"
+#include "common/scores.cuh"
 #include "common/strips.cuh"
 #include "common/tile16.cuh"
 
@@ -82,7 +83,6 @@ __global__ void __launch_bounds__(threads) backward_kernel(BwdParams p, const fl
   const int warp = threadIdx.x / 32;
   const bool makes_dV = warp < warps / 2;            // else dK
   const int first_key = warp % (warps / 2) * warp_rows;                  // this warp's rows of the tile
-  const Mask mask(p);
 
   extern __shared__ __align__(128) ELEMENT smem[];
   ELEMENT* K_smem = smem;                   // Bc x d, rows `pitch` apart
@@ -105,10 +105,13 @@ __global__ void __launch_bounds__(threads) backward_kernel(BwdParams p, const fl
   const Operand K = as_it_lies(K_smem, pitch, 0, dQ_col, dQ_warps);
 
   float sum_reg[strips][width / 8][4] = {};                              // line 7: dV or dK
-  const float scale2 = p.scale * LOG2_E;
+  const float scale2 = Mask::scores ? 1.f : p.scale * LOG2_E;
   for (int h = h_kv * group; h < (h_kv + 1) * group; h++) {
+    const Mask mask(p, b, h);
+    const auto tiles = mask.query_tiles(j);
     const int64_t first_row = ((int64_t)b * p.H + h) * p.N_q;            // of this head, in L, D and dQ_accum
-    for (int i = mask.first_i(j); i < Tr; i++) {                         // line 8
+    for (int t = tiles.first; t < tiles.end; t++) {                      // line 8
+      const int i = tiles[t];
       // The last tiles were last read before the last barrier, so they may be overwritten.
       load_tile<threads>(Q_smem, tile_index, p.Q.head(b, h), p.Q.stride_n, i * Br, Br, p.N_q);  // line 9
       load_tile<threads>(dO_smem, tile_index, p.dO.head(b, h), p.dO.stride_n, i * Br, Br, p.N_q);
@@ -129,7 +132,9 @@ __global__ void __launch_bounds__(threads) backward_kernel(BwdParams p, const fl
       auto round_and_store = [&]() {
         round_to_A(X_frag, X_reg, [&](uint32_t packed, int row, int col) { *PT_at(row, col) = packed; });
       };
+      float slope_reg[strips][Br / 8][4];       // of a mask that changes scores
       if (makes_dV) {                                                    // line 11: P_ij
+        if (Mask::scores) change_scores(X_reg, slope_reg, mask, p.scale, i * Br, j * Bc + first_key);
         for_each_two(X_reg, [&](float& x, float& y, int, int col) {
           const float2 L_row = *reinterpret_cast<const float2*>(L_smem + col);
           x = fast_exp2(scale2 * x - L_row.x);
@@ -140,6 +145,7 @@ __global__ void __launch_bounds__(threads) backward_kernel(BwdParams p, const fl
           if (!mask.sees(i * Br + col + 1, j * Bc + first_key + row)) y = 0.f;
         });
         round_and_store();
+        if (Mask::scores) store_times(X_reg, slope_reg, PT_at);
       }
       __syncthreads();                        // the warps for dK now read P
       if (!makes_dV) {                                                   // line 14: dS_ij, over P_ij
@@ -148,6 +154,8 @@ __global__ void __launch_bounds__(threads) backward_kernel(BwdParams p, const fl
           const float2 P = unpack(*PT_at(row, col));
           x = P.x * (x - D_row.x);
           y = P.y * (y - D_row.y);
+          mask.keep_gradient(x, i * Br + col, j * Bc + first_key + row);
+          mask.keep_gradient(y, i * Br + col + 1, j * Bc + first_key + row);
         });
         round_and_store();
       }

@@ -40,6 +40,7 @@
 #include "common/prepare.cuh"
 #include "common/product.cuh"
 #include "common/reduce_heads.cuh"
+#include "common/scores.cuh"
 #include "common/strips.cuh"
 #include "common/tile16.cuh"
 
@@ -65,31 +66,31 @@ __global__ void __launch_bounds__(threads) backward_kernel(BwdParams p, Workspac
   const int warp = threadIdx.x / 32;
   const bool makes_dV = warp < warps / 2;            // else dK and dQ
   const int first_key = warp % (warps / 2) * warp_rows;                  // this warp's rows of the tile
-  const Mask mask(p);
+  const Mask mask(p, b, h);
+  const auto tiles = mask.query_tiles(j);
 
   extern __shared__ __align__(128) ELEMENT smem[];
   ELEMENT* K_smem = smem;                   // Bc x d, rows `pitch` apart
   ELEMENT* V_smem = K_smem + Bc * pitch;    // Bc x d, the same
-  ELEMENT* Q_smem = V_smem + Bc * pitch;    // Br x d, the same, twice: for even and odd i
+  ELEMENT* Q_smem = V_smem + Bc * pitch;    // Br x d, the same, twice: for even and odd t
   ELEMENT* dO_smem = Q_smem + 2 * Br * pitch;        // Br x d, the same, twice
   ELEMENT* PT_smem = dO_smem + 2 * Br * pitch;       // Bc x Br, rows PT_pitch apart, twice: P^T, then dS^T
   float* L_smem = reinterpret_cast<float*>(PT_smem + 2 * Bc * PT_pitch);     // Br, twice
   float* D_smem = L_smem + 2 * Br;          // Br, twice
 
-  auto start_copies = [&](int i) {                                       // line 9
-    const int buffer = i % 2 * Br * pitch, row = threadIdx.x % (Br / 4) * 4;
+  auto start_copies = [&](int t) {                                       // line 9
+    const int i = tiles[t], buffer = t % 2 * Br * pitch, row = threadIdx.x % (Br / 4) * 4;
     const int64_t from = ((int64_t)bh * Tr + i) * Br + row;
     copy_tile<threads>(Q_smem + buffer, tile_index, p.Q.head(b, h), p.Q.stride_n, i * Br, Br, p.N_q);
     copy_tile<threads>(dO_smem + buffer, tile_index, p.dO.head(b, h), p.dO.stride_n, i * Br, Br, p.N_q);
-    if (threadIdx.x < Br / 4) cp_async_16(shared_address(L_smem + i % 2 * Br + row), w.L + from);
-    else if (threadIdx.x < Br / 2) cp_async_16(shared_address(D_smem + i % 2 * Br + row), w.D + from);
+    if (threadIdx.x < Br / 4) cp_async_16(shared_address(L_smem + t % 2 * Br + row), w.L + from);
+    else if (threadIdx.x < Br / 2) cp_async_16(shared_address(D_smem + t % 2 * Br + row), w.D + from);
     cp_async_commit();
   };
-  const int first_i = mask.first_i(j);
-  if (first_i < Tr) {
+  if (tiles.first < tiles.end) {
     copy_tile<threads>(K_smem, tile_index, p.K.head(b, h_kv), p.K.stride_n, j * Bc, Bc, p.N_k);  // line 6
     copy_tile<threads>(V_smem, tile_index, p.V.head(b, h_kv), p.V.stride_n, j * Bc, Bc, p.N_k);
-    start_copies(first_i);
+    start_copies(tiles.first);
   }
 
   const int dQ_warp = warp % (warps / 2), dQ_row = dQ_warp / dQ_warps * 32, dQ_col = dQ_warp % dQ_warps * 16;
@@ -99,8 +100,9 @@ __global__ void __launch_bounds__(threads) backward_kernel(BwdParams p, Workspac
   const Operand dST = transposed(PT_smem, PT_pitch, 0, dQ_row);
   const Operand K = as_it_lies(K_smem, pitch, 0, dQ_col, dQ_warps);
 
-  auto add_dQ = [&](int i) {                                             // line 15: dS_ij K_j, added in HBM
-    const Operand dS = dST + i % 2 * Bc * PT_pitch;
+  auto add_dQ = [&](int t) {                                             // line 15: dS_ij K_j, added in HBM
+    const int i = tiles[t];
+    const Operand dS = dST + t % 2 * Bc * PT_pitch;
     float* dQ = w.dQ_accum + ((int64_t)bh * Tr + i) * Br * d;
     #pragma unroll
     for (int step = 0; step < dQ_steps; step++) {
@@ -113,28 +115,31 @@ __global__ void __launch_bounds__(threads) backward_kernel(BwdParams p, Workspac
   };
 
   float sum_reg[strips][width / 8][4] = {};                              // line 7: dV or dK
-  const float scale2 = p.scale * LOG2_E;
-  for (int i = first_i; i < Tr; i++) {                                   // line 8
+  const float scale2 = Mask::scores ? 1.f : p.scale * LOG2_E;
+  for (int t = tiles.first; t < tiles.end; t++) {                        // line 8
+    const int i = tiles[t];
     cp_async_wait<0>();
     __syncthreads();                        // the tiles are here, and all are done with the last ones
-    if (i + 1 < Tr) start_copies(i + 1);
-    if (!makes_dV && i > first_i) add_dQ(i - 1);
+    if (t + 1 < tiles.end) start_copies(t + 1);
+    if (!makes_dV && t > tiles.first) add_dQ(t - 1);
 
-    const int buffer = i % 2 * Br * pitch;
+    const int buffer = t % 2 * Br * pitch;
     float X_reg[strips][Br / 8][4] = {};                                 // lines 10, 13: K Q^T, or V dO^T
     multiply(X_reg, width, K_or_V, Q_or_dO + buffer);
 
     auto PT_at = [&](int row, int col) {    // where two neighbours of P^T or dS^T are
-      ELEMENT* tile = PT_smem + i % 2 * Bc * PT_pitch;
+      ELEMENT* tile = PT_smem + t % 2 * Bc * PT_pitch;
       return reinterpret_cast<uint32_t*>(tile + swizzled(first_key + row, col, PT_pitch));
     };
     uint32_t X_frag[strips][Br / 16][4];
     auto round_and_store = [&]() {
       round_to_A(X_frag, X_reg, [&](uint32_t packed, int row, int col) { *PT_at(row, col) = packed; });
     };
+    float slope_reg[strips][Br / 8][4];       // of a mask that changes scores
     if (makes_dV) {                                                      // line 11: P_ij
+      if (Mask::scores) change_scores(X_reg, slope_reg, mask, p.scale, i * Br, j * Bc + first_key);
       for_each_two(X_reg, [&](float& x, float& y, int, int col) {
-        const float2 L_row = *reinterpret_cast<const float2*>(L_smem + i % 2 * Br + col);
+        const float2 L_row = *reinterpret_cast<const float2*>(L_smem + t % 2 * Br + col);
         x = fast_exp2(scale2 * x - L_row.x);
         y = fast_exp2(scale2 * y - L_row.y);
       });
@@ -143,21 +148,24 @@ __global__ void __launch_bounds__(threads) backward_kernel(BwdParams p, Workspac
         if (!mask.sees(i * Br + col + 1, j * Bc + first_key + row)) y = 0.f;
       });
       round_and_store();
+      if (Mask::scores) store_times(X_reg, slope_reg, PT_at);
     }
     __syncthreads();                        // the warps for dK now read P
     if (!makes_dV) {                                                     // line 14: dS_ij, over P_ij
       for_each_two(X_reg, [&](float& x, float& y, int row, int col) {
-        const float2 D_row = *reinterpret_cast<const float2*>(D_smem + i % 2 * Br + col);
+        const float2 D_row = *reinterpret_cast<const float2*>(D_smem + t % 2 * Br + col);
         const float2 P = unpack(*PT_at(row, col));
         x = P.x * (x - D_row.x);
         y = P.y * (y - D_row.y);
+        mask.keep_gradient(x, i * Br + col, j * Bc + first_key + row);
+        mask.keep_gradient(y, i * Br + col + 1, j * Bc + first_key + row);
       });
       round_and_store();
     }
     multiply<Br / 16>(sum_reg, Br, X_frag, dO_or_Q + buffer);            // lines 12, 16
   }                                                                      // line 17
   __syncthreads();                          // the last dS is there
-  if (!makes_dV && first_i < Tr) add_dQ(Tr - 1);
+  if (!makes_dV && tiles.first < tiles.end) add_dQ(tiles.end - 1);
 
   if (p.H > p.H_kv) {                                                    // line 18: this head's part
     float* part = dKV_parts + ((makes_dV ? p.B * p.H : 0) + bh) * (int64_t)p.N_k * d;

@@ -65,7 +65,8 @@ __global__ void __launch_bounds__(threads) forward_kernel(FwdParams p) {
   const int i = blockIdx.x % Tr, bh = blockIdx.x / Tr;                   // line 3
   const int b = bh / p.H, h = bh % p.H, h_kv = h / (p.H / p.H_kv);
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  const Mask mask(p);
+  const Mask mask(p, b, h);
+  const auto tiles = mask.key_tiles(i);
   // A warp has 4 * rows rows of the tile; its lanes are 4 x 8.
   const int first_row = warp * 4 * rows + lane / 8, first_col = lane % 8;
   auto row_of = [&](int r) { return first_row + 4 * r; };                // this thread's r-th row of a tile
@@ -85,7 +86,8 @@ __global__ void __launch_bounds__(threads) forward_kernel(FwdParams p) {
     l[r] = 0.f;
   }
 
-  for (int j = 0; j < mask.end_j(i); j++) {                              // line 6
+  for (int t = 0; t < tiles.end; t++) {                                  // line 6
+    const int j = tiles[t];
     __syncthreads();                      // all are done with the last tiles, which are now overwritten
     load_transposed(K_smem, Bc, p.K.head(b, h_kv), p.K.stride_n, j * Bc, Bc, p.N_k);       // line 7
     load_tile(V_smem, d, p.V.head(b, h_kv), p.V.stride_n, j * Bc, Bc, p.N_k);
@@ -106,7 +108,7 @@ __global__ void __launch_bounds__(threads) forward_kernel(FwdParams p) {
       float m_new = m[r];
       for (int c = 0; c < cols; c++) {
         const int col = j * Bc + col_of(c);
-        S_reg[r][c] = mask.sees(row, col) ? p.scale * S_reg[r][c] : -INFINITY;
+        S_reg[r][c] = mask.sees(row, col) ? mask.score(p.scale * S_reg[r][c], row, col) : -INFINITY;
         m_new = fmaxf(m_new, S_reg[r][c]);
       }
       m_new = warp_max(m_new, 8);

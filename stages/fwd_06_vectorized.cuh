@@ -55,7 +55,8 @@ __global__ void __launch_bounds__(threads) forward_kernel(FwdParams p) {
   const int i = blockIdx.x % Tr, bh = blockIdx.x / Tr;                   // line 3
   const int b = bh / p.H, h = bh % p.H, h_kv = h / (p.H / p.H_kv);
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  const Mask mask(p);
+  const Mask mask(p, b, h);
+  const auto tiles = mask.key_tiles(i);
   // Rows and columns come in fours; first_row and first_col are where this thread's first four start.
   const int first_row = warp * 4 * rows + 4 * (lane / 8), first_col = 4 * (lane % 8);
   auto row_of = [&](int r) { return first_row + r / 4 * 16 + r % 4; };   // this thread's r-th row of a tile
@@ -75,7 +76,8 @@ __global__ void __launch_bounds__(threads) forward_kernel(FwdParams p) {
     l[r] = 0.f;
   }
 
-  for (int j = 0; j < mask.end_j(i); j++) {                              // line 6
+  for (int t = 0; t < tiles.end; t++) {                                  // line 6
+    const int j = tiles[t];
     __syncthreads();                      // all are done with the last tiles, which are now overwritten
     load_transposed4<threads>(K_smem, Bc, p.K.head(b, h_kv), p.K.stride_n, j * Bc, Bc, p.N_k);  // line 7
     load_tile4<threads>(V_smem, width, p.V.head(b, h_kv), p.V.stride_n, j * Bc, Bc, p.N_k);
@@ -96,7 +98,7 @@ __global__ void __launch_bounds__(threads) forward_kernel(FwdParams p) {
       float m_new = m[r];
       for (int c = 0; c < cols; c++) {
         const int col = j * Bc + col_of(c);
-        S_reg[r][c] = mask.sees(row, col) ? p.scale * S_reg[r][c] : -INFINITY;
+        S_reg[r][c] = mask.sees(row, col) ? mask.score(p.scale * S_reg[r][c], row, col) : -INFINITY;
         m_new = fmaxf(m_new, S_reg[r][c]);
       }
       m_new = warp_max(m_new, 8);

@@ -83,13 +83,14 @@ __global__ void __launch_bounds__(threads) forward_kernel(FwdParams p) {
   const int Tr = ceil_div(p.N_q, Br);                                    // lines 1, 2
   const int i = blockIdx.x % Tr, bh = blockIdx.x / Tr;                   // line 3
   const int b = bh / p.H, h = bh % p.H, h_kv = h / (p.H / p.H_kv);
-  const Mask mask(p);
+  const Mask mask(p, b, h);
+  const auto tiles = mask.key_tiles(i);
   // Rows and columns come in fours; first_row and first_col are where this thread's first four start.
   const int first_row = threadIdx.x / 32 * 4 * rows + 4 * lane_row4(), first_col = 4 * lane_col8();
   auto row_of = [&](int r) { return first_row + r / 4 * 16 + r % 4; };   // this thread's r-th row of a tile
   auto col_of = [&](int c) { return first_col + c / 4 * 32 + c % 4; };
-  const float* K = p.K.head(b, h_kv);
-  const float* V = p.V.head(b, h_kv);
+  const float* K = p.K.head(b, h_kv) + tiles[0] * Bc * p.K.stride_n;
+  const float* V = p.V.head(b, h_kv) + tiles[0] * Bc * p.V.stride_n;
 
   extern __shared__ __align__(16) float smem[];
   float* Q_smem = smem;                   // d x Br: transposed
@@ -98,7 +99,7 @@ __global__ void __launch_bounds__(threads) forward_kernel(FwdParams p) {
   float* P_smem = V_smem + Bc * width;    // Bc x Br: transposed
   load_swizzled4<threads>(Q_smem, Br, p.Q.head(b, h), p.Q.stride_n, i * Br, Br, p.N_q);  // line 4
   float4 K_staged[staged];
-  stage_tile(K_staged, K, p.K.stride_n, p.N_k);                          // line 7
+  stage_tile(K_staged, K, p.K.stride_n, p.N_k - tiles[0] * Bc);          // line 7
   store_tile(K_smem, K_staged);
   __syncthreads();                        // nobody reads before everybody has written
 
@@ -108,7 +109,8 @@ __global__ void __launch_bounds__(threads) forward_kernel(FwdParams p) {
     l[r] = 0.f;
   }
 
-  for (int j = 0; j < mask.end_j(i); j++) {                              // line 6
+  for (int t = 0; t < tiles.end; t++) {                                  // line 6
+    const int j = tiles[t], next_j = t + 1 < tiles.end ? tiles[t + 1] : j + 1;
     float S_reg[rows][cols] = {};                                        // line 8: S_ij = Q_i K_j^T
     #pragma unroll 8
     for (int k = 0; k < d; k++) {
@@ -124,7 +126,7 @@ __global__ void __launch_bounds__(threads) forward_kernel(FwdParams p) {
       float m_new = m[r];
       for (int c = 0; c < cols; c++) {
         const int col = j * Bc + col_of(c);
-        S_reg[r][c] = mask.sees(row, col) ? p.scale * S_reg[r][c] : -INFINITY;
+        S_reg[r][c] = mask.sees(row, col) ? mask.score(p.scale * S_reg[r][c], row, col) : -INFINITY;
         m_new = fmaxf(m_new, S_reg[r][c]);
       }
       m_new = max_of_8(m_new);
@@ -150,9 +152,9 @@ __global__ void __launch_bounds__(threads) forward_kernel(FwdParams p) {
 
     load_tile4<threads>(V_smem, width, V, p.V.stride_n, 0, Bc, p.N_k - j * Bc);            // line 7
     __syncthreads();                      // V_j is there; and all are done with K_j
-    K += Bc * p.K.stride_n;
-    V += Bc * p.V.stride_n;
-    if (prefetch) stage_tile(K_staged, K, p.K.stride_n, p.N_k - (j + 1) * Bc);
+    K += (next_j - j) * Bc * p.K.stride_n;
+    V += (next_j - j) * Bc * p.V.stride_n;
+    if (prefetch) stage_tile(K_staged, K, p.K.stride_n, p.N_k - next_j * Bc);
 
     for (int y = 0; y < Bc / 8; y++) {                                   // line 10: + P~_ij V_j
       #pragma unroll
@@ -165,9 +167,9 @@ __global__ void __launch_bounds__(threads) forward_kernel(FwdParams p) {
       }
     }
 
-    if (!prefetch) stage_tile(K_staged, K, p.K.stride_n, p.N_k - (j + 1) * Bc);
+    if (!prefetch) stage_tile(K_staged, K, p.K.stride_n, p.N_k - next_j * Bc);
     store_tile(K_smem, K_staged);
-    __syncthreads();                      // K_j+1 is there; and all are done with V_j
+    __syncthreads();                      // the next K_j is there; and all are done with V_j
   }                                                                      // line 11
 
   float* O = p.O.head(bh / p.H, bh % p.H);    // not before: b and h would take registers all the while

@@ -102,7 +102,8 @@ __global__ void __launch_bounds__(threads, 1) forward_kernel(FwdParams p) {
   const int warp_row = i * Br + 16 * warp;     // the first row of this warp's 16
   // A row has two lanes, which take four columns in turn; first_col is where this lane's first four start.
   const int row = warp_row + lane / 2, first_col = lane % 2 * 4;
-  const Mask mask(p);
+  const Mask mask(p, b, h);
+  const auto tiles = mask.key_tiles(i);
   const ELEMENT* K = p.K.head(b, h_kv);
   const ELEMENT* V = p.V.head(b, h_kv);
   ELEMENT* O = p.O.head(b, h);
@@ -128,7 +129,8 @@ __global__ void __launch_bounds__(threads, 1) forward_kernel(FwdParams p) {
   for (int k = 0; k < width; k += 8) store4(O_row + k, 0.f, 0.f, 0.f, 0.f); // line 5
   float m = -INFINITY, l = 0.f;           // l: the sum over this lane's columns
 
-  for (int j = 0; j < mask.end_j(i); j++) {                              // line 6
+  for (int t = 0; t < tiles.end; t++) {                                  // line 6
+    const int j = tiles[t];
     __syncthreads();                      // all are done with the last tiles, which are now overwritten
     load_tile<threads>(K_smem, tile_index, K, p.K.stride_n, j * Bc, Bc, p.N_k);            // line 7
     load_tile<threads>(V_smem, tile_index, V, p.V.stride_n, j * Bc, Bc, p.N_k);
@@ -154,7 +156,7 @@ __global__ void __launch_bounds__(threads, 1) forward_kernel(FwdParams p) {
     __syncwarp();                         // all have read S: P may overwrite it
     for (int c = 0; c < cols; c++) {
       const int col = j * Bc + first_col + c / 4 * 8 + c % 4;
-      S_reg[c] = mask.sees(row, col) ? p.scale * S_reg[c] : -INFINITY;
+      S_reg[c] = mask.sees(row, col) ? mask.score(p.scale * S_reg[c], row, col) : -INFINITY;
       m_new = fmaxf(m_new, S_reg[c]);
     }
     m_new = fmaxf(m_new, __shfl_xor_sync(0xffffffff, m_new, 1));

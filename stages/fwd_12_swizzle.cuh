@@ -61,7 +61,8 @@ __global__ void __launch_bounds__(threads, 1) forward_kernel(FwdParams p) {
   const int b = bh / p.H, h = bh % p.H, h_kv = h / (p.H / p.H_kv);
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const int warp_row = i * Br + 16 * warp;     // the first row of this warp's 16
-  const Mask mask(p);
+  const Mask mask(p, b, h);
+  const auto tiles = mask.key_tiles(i);
   const ELEMENT* K = p.K.head(b, h_kv);
   const ELEMENT* V = p.V.head(b, h_kv);
 
@@ -83,7 +84,8 @@ __global__ void __launch_bounds__(threads, 1) forward_kernel(FwdParams p) {
     l[r] = 0.f;                             // over its columns only, until the end
   }
 
-  for (int j = 0; j < mask.end_j(i); j++) {                              // line 6
+  for (int t = 0; t < tiles.end; t++) {                                  // line 6
+    const int j = tiles[t];
     __syncthreads();                        // all are done with the last tiles, which are now overwritten
     load_tile<threads>(K_smem, tile_index, K, p.K.stride_n, j * Bc, Bc, p.N_k);            // line 7
     load_tile<threads>(V_smem, tile_index, V, p.V.stride_n, j * Bc, Bc, p.N_k);
@@ -102,8 +104,9 @@ __global__ void __launch_bounds__(threads, 1) forward_kernel(FwdParams p) {
       }
     }
 
-    for_each(S_reg, [&](float& x, int row, int col) {
-      x = mask.sees(warp_row + row, j * Bc + col) ? p.scale * x : -INFINITY;
+    for_each(S_reg, [&](float& x, int r, int c) {
+      const int row = warp_row + r, col = j * Bc + c;
+      x = mask.sees(row, col) ? mask.score(p.scale * x, row, col) : -INFINITY;
     });
     #pragma unroll
     for (int r = 0; r < 2; r++) {                                        // line 9

@@ -63,17 +63,18 @@ __global__ void __launch_bounds__(threads, 1) forward_kernel(FwdParams p) {
   const int b = bh / p.H, h = bh % p.H, h_kv = h / (p.H / p.H_kv);
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const int warp_row = i * Br + 16 * warp;     // the first row of this warp's 16
-  const Mask mask(p);
+  const Mask mask(p, b, h);
+  const auto tiles = mask.key_tiles(i);
   const ELEMENT* K = p.K.head(b, h_kv);
   const ELEMENT* V = p.V.head(b, h_kv);
 
   extern __shared__ __align__(128) ELEMENT smem[];
   ELEMENT* Q_smem = smem;                   // Br x d, rows `pitch` apart
-  ELEMENT* K_smem = Q_smem + Br * pitch;    // Bc x d, the same, twice: K_j is in buffer j % 2
+  ELEMENT* K_smem = Q_smem + Br * pitch;    // Bc x d, the same, twice: the t-th K_j is in buffer t % 2
   ELEMENT* V_smem = K_smem + 2 * Bc * pitch;     // the same
   copy_tile<threads>(Q_smem, tile_index, p.Q.head(b, h), p.Q.stride_n, i * Br, Br, p.N_q); // line 4
-  copy_tile<threads>(K_smem, tile_index, K, p.K.stride_n, 0, Bc, p.N_k);                   // line 7
-  copy_tile<threads>(V_smem, tile_index, V, p.V.stride_n, 0, Bc, p.N_k);
+  copy_tile<threads>(K_smem, tile_index, K, p.K.stride_n, tiles[0] * Bc, Bc, p.N_k);     // line 7
+  copy_tile<threads>(V_smem, tile_index, V, p.V.stride_n, tiles[0] * Bc, Bc, p.N_k);
   cp_async_commit();
 
   // The rows that this lane points ldmatrix to: lanes 0 to 7 to those of the first 8 x 8 matrix, and so on.
@@ -88,11 +89,12 @@ __global__ void __launch_bounds__(threads, 1) forward_kernel(FwdParams p) {
     l[r] = 0.f;                             // over its columns only, until the end
   }
 
-  for (int j = 0; j < mask.end_j(i); j++) {                              // line 6
+  for (int t = 0; t < tiles.end; t++) {                                  // line 6
+    const int j = tiles[t];
     // --- the head of a tile
     cp_async_wait<0>();
     __syncthreads();                        // K_j and V_j are there; and all are done with K_j-1 and V_j-1
-    const int buffer = j % 2 * Bc * pitch, next_buffer = (j + 1) % 2 * Bc * pitch;
+    const int buffer = t % 2 * Bc * pitch, next_buffer = (t + 1) % 2 * Bc * pitch;
     // ---
     const ELEMENT *K_j = K_smem + buffer, *V_j = V_smem + buffer;
 
@@ -110,15 +112,17 @@ __global__ void __launch_bounds__(threads, 1) forward_kernel(FwdParams p) {
     }
 
     // --- the next tile is on its way
-    if (j + 1 < mask.end_j(i)) {            // to where K_j-1 and V_j-1 were
-      copy_tile<threads>(K_smem + next_buffer, tile_index, K, p.K.stride_n, (j + 1) * Bc, Bc, p.N_k);
-      copy_tile<threads>(V_smem + next_buffer, tile_index, V, p.V.stride_n, (j + 1) * Bc, Bc, p.N_k);
+    if (t + 1 < tiles.end) {                // to where the last K_j and V_j were
+      const int next = tiles[t + 1] * Bc;
+      copy_tile<threads>(K_smem + next_buffer, tile_index, K, p.K.stride_n, next, Bc, p.N_k);
+      copy_tile<threads>(V_smem + next_buffer, tile_index, V, p.V.stride_n, next, Bc, p.N_k);
       cp_async_commit();
     }
     // ---
 
-    for_each(S_reg, [&](float& x, int row, int col) {
-      x = mask.sees(warp_row + row, j * Bc + col) ? p.scale * x : -INFINITY;
+    for_each(S_reg, [&](float& x, int r, int c) {
+      const int row = warp_row + r, col = j * Bc + c;
+      x = mask.sees(row, col) ? mask.score(p.scale * x, row, col) : -INFINITY;
     });
     #pragma unroll
     for (int r = 0; r < 2; r++) {                                        // line 9

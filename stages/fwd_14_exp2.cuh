@@ -52,17 +52,18 @@ __global__ void __launch_bounds__(threads, 1) forward_kernel(FwdParams p) {
   const int b = bh / p.H, h = bh % p.H, h_kv = h / (p.H / p.H_kv);
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const int warp_row = i * Br + 16 * warp;     // the first row of this warp's 16
-  const Mask mask(p);
+  const Mask mask(p, b, h);
+  const auto tiles = mask.key_tiles(i);
   const ELEMENT* K = p.K.head(b, h_kv);
   const ELEMENT* V = p.V.head(b, h_kv);
 
   extern __shared__ __align__(128) ELEMENT smem[];
   ELEMENT* Q_smem = smem;                   // Br x d, rows `pitch` apart
-  ELEMENT* K_smem = Q_smem + Br * pitch;    // Bc x d, the same, twice: K_j is in buffer j % 2
+  ELEMENT* K_smem = Q_smem + Br * pitch;    // Bc x d, the same, twice: the t-th K_j is in buffer t % 2
   ELEMENT* V_smem = K_smem + 2 * Bc * pitch;     // the same
   copy_tile<threads>(Q_smem, tile_index, p.Q.head(b, h), p.Q.stride_n, i * Br, Br, p.N_q); // line 4
-  copy_tile<threads>(K_smem, tile_index, K, p.K.stride_n, 0, Bc, p.N_k);                   // line 7
-  copy_tile<threads>(V_smem, tile_index, V, p.V.stride_n, 0, Bc, p.N_k);
+  copy_tile<threads>(K_smem, tile_index, K, p.K.stride_n, tiles[0] * Bc, Bc, p.N_k);     // line 7
+  copy_tile<threads>(V_smem, tile_index, V, p.V.stride_n, tiles[0] * Bc, Bc, p.N_k);
   cp_async_commit();
 
   // The rows that this lane points ldmatrix to: lanes 0 to 7 to those of the first 8 x 8 matrix, and so on.
@@ -74,14 +75,14 @@ __global__ void __launch_bounds__(threads, 1) forward_kernel(FwdParams p) {
   // m and l of this lane's two rows; l: the sum over its columns only, until the end
   float O_reg[width / 8][4] = {}, m[2] = {-INFINITY, -INFINITY}, l[2] = {};                // line 5
 
-  const int cut_j = mask.cut_j(i), end_j = mask.end_j(i);
-  int j = 0;
-  #pragma unroll                            // two loops over j: whole tiles, then those that the mask cuts
+  int t = 0;
+  #pragma unroll                            // two loops over t: whole tiles, then those that the mask cuts
   for (int cut = 0; cut < 2; cut++) {
-    for (; j < (cut ? end_j : cut_j); j++) {                             // line 6
+    for (; t < (cut ? tiles.end : tiles.cut); t++) {                     // line 6
+      const int j = tiles[t];
       cp_async_wait<0>();
       __syncthreads();                      // K_j and V_j are there; and all are done with K_j-1 and V_j-1
-      const int buffer = j % 2 * Bc * pitch, next_buffer = (j + 1) % 2 * Bc * pitch;
+      const int buffer = t % 2 * Bc * pitch, next_buffer = (t + 1) % 2 * Bc * pitch;
       const ELEMENT *K_j = K_smem + buffer, *V_j = V_smem + buffer;
 
       float S_reg[Bc / 8][4] = {};                                       // line 8: S_ij = Q_i K_j^T
@@ -97,17 +98,18 @@ __global__ void __launch_bounds__(threads, 1) forward_kernel(FwdParams p) {
         }
       }
 
-      if (j + 1 < end_j) {                  // to where K_j-1 and V_j-1 were
-        copy_tile<threads>(K_smem + next_buffer, tile_index, K, p.K.stride_n, (j + 1) * Bc, Bc, p.N_k);
-        copy_tile<threads>(V_smem + next_buffer, tile_index, V, p.V.stride_n, (j + 1) * Bc, Bc, p.N_k);
+      if (t + 1 < tiles.end) {              // to where the last K_j and V_j were
+        const int next = tiles[t + 1] * Bc;
+        copy_tile<threads>(K_smem + next_buffer, tile_index, K, p.K.stride_n, next, Bc, p.N_k);
+        copy_tile<threads>(V_smem + next_buffer, tile_index, V, p.V.stride_n, next, Bc, p.N_k);
         cp_async_commit();
       }
 
       if (NEGATIVE_SCALE) for_each(S_reg, [](float& x, int, int) { x = -x; });
-      if (cut) mask_tile(S_reg, mask, warp_row, j * Bc);
+      if (cut || Mask::scores) mask_tile(S_reg, mask, p.scale, warp_row, j * Bc, cut);
       #pragma unroll
       for (int r = 0; r < 2; r++) {
-        const float alpha = softmax_step(S_reg, r, m[r], l[r], scale_log2(p.scale), cut);  // line 9
+        const float alpha = softmax_step(S_reg, r, m[r], l[r], exponent_scale(p.scale), cut);  // line 9
         for_row(O_reg, r, [&](float& x) { x *= alpha; });                // line 10: e^(m - m_new) O
       }
 

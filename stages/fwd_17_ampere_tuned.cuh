@@ -66,18 +66,19 @@ __global__ void __launch_bounds__(threads, blocks_per_sm) forward_kernel(FwdPara
   const int b = bh / p.H, h = bh % p.H, h_kv = h / (p.H / p.H_kv);
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const int warp_row = i * Br + warp * warp_rows;    // the first of this warp's rows
-  const Mask mask(p);
+  const Mask mask(p, b, h);
+  const auto tiles = mask.key_tiles(i);
   const ELEMENT* K = p.K.head(b, h_kv);
   const ELEMENT* V = p.V.head(b, h_kv);
 
   extern __shared__ __align__(128) ELEMENT smem[];
   ELEMENT* Q_smem = smem;                   // Br x d, rows `pitch` apart
-  ELEMENT* K_smem = Q_smem + Br * pitch;    // Bc x d, the same, `buffers` times: K_j is in buffer j % buffers
+  ELEMENT* K_smem = Q_smem + Br * pitch;    // Bc x d, the same, `buffers` times: the t-th in t % buffers
   ELEMENT* V_smem = K_smem + buffers * Bc * pitch;    // the same
   float* l_smem = reinterpret_cast<float*>(V_smem + buffers * Bc * pitch) + threadIdx.x;   // next: + threads
   copy_tile<threads>(Q_smem, tile_index, p.Q.head(b, h), p.Q.stride_n, i * Br, Br, p.N_q); // line 4
-  copy_tile<threads>(K_smem, tile_index, K, p.K.stride_n, 0, Bc, p.N_k);                   // line 7
-  if (buffers == 2) copy_tile<threads>(V_smem, tile_index, V, p.V.stride_n, 0, Bc, p.N_k);
+  copy_tile<threads>(K_smem, tile_index, K, p.K.stride_n, tiles[0] * Bc, Bc, p.N_k);     // line 7
+  if (buffers == 2) copy_tile<threads>(V_smem, tile_index, V, p.V.stride_n, tiles[0] * Bc, Bc, p.N_k);
   cp_async_commit();
   cp_async_wait<0>();
   __syncthreads();
@@ -106,14 +107,14 @@ __global__ void __launch_bounds__(threads, blocks_per_sm) forward_kernel(FwdPara
     l_smem[r * threads] = 0.f;
   }
 
-  const int cut_j = mask.cut_j(i), end_j = mask.end_j(i);
-  int j = 0;
-  #pragma unroll                            // two loops over j: whole tiles, then those that the mask cuts
+  int t = 0;
+  #pragma unroll                            // two loops over t: whole tiles, then those that the mask cuts
   for (int cut = 0; cut < 2; cut++) {
-    for (; j < (cut ? end_j : cut_j); j++) {                             // line 6
+    for (; t < (cut ? tiles.end : tiles.cut); t++) {                     // line 6
+      const int j = tiles[t];
       cp_async_wait<0>();
       __syncthreads();                      // K_j and V_j are there; and all are done with K_j-1 and V_j-1
-      const int buffer = j % buffers * Bc * pitch, next_buffer = (j + 1) % buffers * Bc * pitch;
+      const int buffer = t % buffers * Bc * pitch, next_buffer = (t + 1) % buffers * Bc * pitch;
       const uint32_t K_j = K_address + 2 * buffer, V_j = V_address + 2 * buffer;
       if (buffers == 1) {                   // V_j is not
         copy_tile<threads>(V_smem, tile_index, V, p.V.stride_n, j * Bc, Bc, p.N_k);
@@ -138,22 +139,24 @@ __global__ void __launch_bounds__(threads, blocks_per_sm) forward_kernel(FwdPara
         cp_async_wait<0>();
         __syncthreads();                    // now it is; and all are done with K_j
       }
-      if (j + 1 < end_j) {                  // to where K_j-1 and V_j-1 were, or K_j
-        copy_tile<threads>(K_smem + next_buffer, tile_index, K, p.K.stride_n, (j + 1) * Bc, Bc, p.N_k);
+      if (t + 1 < tiles.end) {              // to where the last K_j and V_j were, or K_j
+        const int next = tiles[t + 1] * Bc;
+        copy_tile<threads>(K_smem + next_buffer, tile_index, K, p.K.stride_n, next, Bc, p.N_k);
         if (buffers == 2)
-          copy_tile<threads>(V_smem + next_buffer, tile_index, V, p.V.stride_n, (j + 1) * Bc, Bc, p.N_k);
+          copy_tile<threads>(V_smem + next_buffer, tile_index, V, p.V.stride_n, next, Bc, p.N_k);
         cp_async_commit();
       }
 
       if (NEGATIVE_SCALE) for_each(S_reg, [](float& x, int, int) { x = -x; });
-      if (cut) {
+      if (cut || Mask::scores) {
         #pragma unroll
-        for (int s = 0; s < strips; s++) mask_tile(S_reg[s], mask, warp_row + 16 * s, j * Bc);
+        for (int s = 0; s < strips; s++)
+          mask_tile(S_reg[s], mask, p.scale, warp_row + 16 * s, j * Bc, cut);
       }
       #pragma unroll
-      for (int r = 0; r < 2 * strips; r++) {
+      for (int r = 0; r < 2 * strips; r++) {                             // line 9
         float& l = l_smem[r * threads];
-        const float alpha = softmax_step(S_reg[r / 2], r % 2, m[r], l, scale_log2(p.scale), cut);  // line 9
+        const float alpha = softmax_step(S_reg[r / 2], r % 2, m[r], l, exponent_scale(p.scale), cut);
         for_row(O_reg[r / 2], r % 2, [&](float& x) { x *= alpha; });     // line 10: e^(m - m_new) O
       }
 

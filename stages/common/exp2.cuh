@@ -13,3 +13,9 @@ __device__ __forceinline__ float fast_exp2(float x) {
   return exp2f(x);
 #endif
 }
+
+// A mask's score(), of a score times log2(e), which it stays
+template <class M>
+__device__ __forceinline__ float score2(const M& mask, float x, int row, int col) {
+  return M::scores ? LOG2_E * mask.score(LN_2 * x, row, col) : x;
+}

@@ -1,44 +1,149 @@
-// Which scores count. Introduced by: forward stage 4, flash2. (Another mask is another file like this one.)
+// Which scores count. Introduced by: forward stage 4, flash2. The rule itself is another file, MASK_FILE: one
+// of stages/masks, or your own (rule.cuh says what such a file defines).
 #pragma once
+#include "rule.cuh"
+#include "tile_lists.cuh"
+#include MASK_FILE
+
+// The tiles that something is seen of, in a row or a column of tiles of S: tiles[t], for t from `first` to
+// end - 1. Of tiles of K and V, S_ij is whole before t = cut. Mostly they are just the tiles t:
+struct TileRange {
+  int first, cut, end;
+  __device__ int operator[](int t) const { return t; }
+};
+
+// Of a mask whose rows do not begin at key 0: whole tiles first, then those before them, then those after.
+struct WholeFirst {
+  int cut, end;
+  int first_j, whole_j;      // where tiles begin, and whole ones
+  static constexpr int first = 0;
+  __device__ int operator[](int t) const {
+    if (t < cut) return whole_j + t;
+    return t < whole_j - first_j + cut ? first_j + t - cut : first_j + t;
+  }
+};
+
+// Of any other mask: as tile_lists.cuh has listed them. Whole ones stand at the list's front, in their order,
+// the others at its back, in reverse.
+struct TileList {
+  int cut, end;
+  const int* front;
+  const int* back;
+  static constexpr int first = 0;
+  __device__ int operator[](int t) const { return t < cut ? front[t] : back[cut - t]; }
+};
 
 // Made once a block. Asked in two places: which tiles there are (S_ij is skipped, cut or whole), and within a
 // tile that it cuts, element by element.
 struct Mask {
-  int N_q, N_k, diagonal;
+  static constexpr bool is_range = Rule::is_range, scores = Rule::scores;
+  int N_q, N_k;
+  Rule rule;
+  const int* lists;          // of this batch element and head
+  float* gradient;           // likewise
 
   template <class Params>
-  __device__ explicit Mask(const Params& p) : N_q(p.N_q), N_k(p.N_k), diagonal(p.diagonal) {}
+  __device__ Mask(const Params& p, int b, int h)
+      : N_q(p.N_q), N_k(p.N_k), rule(Arguments{p.mask, p.N_q, p.N_k}, b, h) {
+    const int head = (p.mask.B > 1 ? b : 0) * p.mask.H + (p.mask.H > 1 ? h : 0);
+    lists = p.mask.lists + head * numbers_of_lists(N_q, N_k);
+    gradient = p.mask.gradient + (p.mask.gradient ? ((int64_t)b * p.H + h) * N_q * N_k : 0);
+  }
 
   // Does the query of `row` see the key of `col`? Rows and keys past the end are not there.
-  __device__ bool sees(int row, int col) const {
-    return row < N_q && col < N_k && (!CAUSAL || col <= row + diagonal);
-  }
+  __device__ bool sees(int row, int col) const { return row < N_q && col < N_k && sees_by(rule, row, col); }
 
   // Does it see the key of col + c? Any row may be asked for, where nobody uses what is past the end. c is
   // apart, as it is a constant where a loop is unrolled: then an element takes one comparison, with a
   // constant.
   __device__ bool sees_key(int row, int col, int c) const {
-    return c < (CAUSAL ? min(N_k - col, row + 1 + diagonal - col) : N_k - col);
+    if (!Rule::is_range) return sees(row, col + c);
+    return c < min(N_k - col, rule.end_key(row) - col) && (Rule::from_0 || c >= rule.first_key(row) - col);
   }
 
-  // Tile i of Q, causal: its last row, (i + 1) * Br - 1, sees the most keys. From j = end_j(i) on S_ij is
-  // skipped. Its first row, i * Br, sees the fewest keys: before j = cut_j(i) S_ij is whole.
-  __device__ int end_j(int i) const { return ceil_div(seen_by((i + 1) * BLOCK_R - 1), BLOCK_C); }
-  __device__ int cut_j(int i) const { return seen_by(i * BLOCK_R) / BLOCK_C; }
+  // A score of the query of `row` and the key of `col`, which is x, scaled; and the derivative by x
+  __device__ float score(float x, int row, int col) const {
+    return scores && row < N_q && col < N_k ? rule.score(x, row, col) : x;
+  }
+  __device__ float slope(float x, int row, int col) const {
+    return scores && row < N_q && col < N_k ? rule.slope(x, row, col) : 1.f;
+  }
 
-  // Tile j of K and V, causal: the first row that sees key j * Bc is j * Bc - diagonal. S_ij is skipped
-  // before i = first_i(j).
-  __device__ int first_i(int j) const { return CAUSAL ? max(j * BLOCK_C - diagonal, 0) / BLOCK_R : 0; }
+  // dS, the gradient by a score, taken back through score(). By what the mask has added it is the same: it is
+  // written to `gradient`, if that is wanted.
+  __device__ float through_score(float dS, float x, int row, int col) const {
+    keep_gradient(dS, row, col);
+    return dS * slope(x, row, col);
+  }
+  __device__ void keep_gradient(float dS, int row, int col) const {
+    if (Rule::has_gradient && gradient && row < N_q && col < N_k)
+      gradient[(int64_t)row * N_k + col] = dS;
+  }
 
-  // Does S_ij have an element that does not count? (By cut_j(i), the backward at d=64 took 1 % longer: H200.)
-  __device__ bool cuts(int i, int j) const {
-    const int end_row = (i + 1) * BLOCK_R, end_col = (j + 1) * BLOCK_C;
-    return end_row > N_q || end_col > N_k || (CAUSAL && end_col - 1 > i * BLOCK_R + diagonal);
+  // The tiles of K and V that tile i of Q sees something of: whole ones come first
+  __device__ auto key_tiles(int i) const {
+    if constexpr (!Rule::is_range) {
+      const int Tc = ceil_div(N_k, BLOCK_C);
+      const int* list = lists + (int64_t)i * (Tc + 2);
+      return TileList{list[0], list[1], list + 2, list + 1 + Tc};
+    } else {
+      // The last row sees the most keys. From there on S_ij is skipped. The first row sees the fewest: before
+      // that one S_ij is whole.
+      const int row = i * BLOCK_R, end_row = row + BLOCK_R;
+      const int cut_j = seen_by(row) / BLOCK_C, end_j = ceil_div(seen_by(end_row - 1), BLOCK_C);
+      if constexpr (Rule::from_0) {
+        return TileRange{0, cut_j, end_j};
+      } else {
+        const int first_j = unseen_by(row) / BLOCK_C;
+        const int whole_j = ceil_div(unseen_by(end_row - 1), BLOCK_C);
+        const bool has_whole = cut_j > whole_j;
+        const int whole = has_whole ? cut_j - whole_j : 0;
+        return WholeFirst{whole, max(end_j - first_j, 0), first_j, has_whole ? whole_j : end_j};
+      }
+    }
+  }
+
+  // The tiles of Q that see something of tile j of K and V
+  __device__ auto query_tiles(int j) const {
+    const int Tr = ceil_div(N_q, BLOCK_R), Tc = ceil_div(N_k, BLOCK_C);
+    if constexpr (!Rule::is_range) {
+      const int* list = lists + (int64_t)Tr * (Tc + 2) + (int64_t)j * (Tr + 2);
+      return TileList{list[0], list[1], list + 2, list + 1 + Tr};
+    } else if constexpr (Rule::from_0) {
+      return TileRange{max(rule.first_row(j * BLOCK_C), 0) / BLOCK_R, 0, Tr};
+    } else {
+      const int first_i = first_tile(Tr, [&](int i) { return seen_by((i + 1) * BLOCK_R - 1) > j * BLOCK_C; });
+      const int end_i = first_tile(Tr, [&](int i) { return unseen_by(i * BLOCK_R) >= (j + 1) * BLOCK_C; });
+      return TileRange{first_i, 0, end_i};
+    }
+  }
+
+  // Does S_ij have an element that does not count, with i = tiles[t] of query_tiles(j)? (By key_tiles(i).cut,
+  // the backward at d=64 took 1 % longer: H200.)
+  template <class Tiles>
+  __device__ bool cuts(const Tiles& tiles, int t, int j) const {
+    if (!Rule::is_range) return t >= tiles.cut;
+    const int row = t * BLOCK_R, end_row = row + BLOCK_R, col = j * BLOCK_C, end_col = col + BLOCK_C;
+    return end_row > N_q || end_col > N_k || end_col > rule.end_key(row) ||
+           (!Rule::from_0 && col < rule.first_key(end_row - 1));
   }
 
  private:
   // --- how many keys a row sees
-  // causal: the keys 0 to row + diagonal
-  __device__ int seen_by(int row) const { return CAUSAL ? max(min(N_k, row + 1 + diagonal), 0) : N_k; }
+  // those before rule.end_key(row), but for the first ones
+  __device__ int seen_by(int row) const { return max(min(N_k, rule.end_key(row)), 0); }
   // ---
+  __device__ int unseen_by(int row) const { return min(max(rule.first_key(row), 0), N_k); }   // the first ones
+
+  // The first tile of Q that `holds`, where those after it do, too: found by halves
+  template <class F>
+  __device__ static int first_tile(int Tr, F holds) {
+    int low = 0, high = Tr;
+    while (low < high) {
+      const int middle = (low + high) / 2;
+      if (holds(middle)) high = middle;
+      else low = middle + 1;
+    }
+    return low;
+  }
 };

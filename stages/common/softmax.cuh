@@ -8,9 +8,16 @@
 // as 0 times -infinity is NaN: then the least normal number instead.
 __device__ __forceinline__ float scale_log2(float scale) { return fmaxf(fabsf(scale) * LOG2_E, 1.2e-38f); }
 
-// -infinity for the elements of S that do not count. Its element (0, 0) is of query `row` and key `col`.
+// What softmax_step multiplies S by. A mask that changes scores has done it.
+__device__ __forceinline__ float exponent_scale(float scale) {
+  return Mask::scores ? 1.f : scale_log2(scale);
+}
+
+// The mask's say on a tile of S whose element (0, 0) is of query `row` and key `col`: what it makes of scores
+// (times log2(e), from there on), and, if it cuts the tile, -infinity for those that do not count.
 template <int n_tiles>
-__device__ __forceinline__ void mask_tile(float (&S)[n_tiles][4], const Mask& mask, int row, int col) {
+__device__ __forceinline__ void mask_tile(float (&S)[n_tiles][4], const Mask& mask, float scale, int row,
+                                          int col, bool cut) {
   row += threadIdx.x % 32 / 4;                     // this lane's
   col += threadIdx.x % 4 * 2;
   #pragma unroll
@@ -18,8 +25,11 @@ __device__ __forceinline__ void mask_tile(float (&S)[n_tiles][4], const Mask& ma
     #pragma unroll
     for (int n = 0; n < n_tiles; n++) {
       #pragma unroll
-      for (int c = 0; c < 2; c++)
-        if (!mask.sees_key(row + 8 * r, col, 8 * n + c)) S[n][2 * r + c] = -INFINITY;
+      for (int c = 0; c < 2; c++) {
+        float& x = S[n][2 * r + c];
+        if (Mask::scores) x = score2(mask, scale_log2(scale) * x, row + 8 * r, col + 8 * n + c);
+        if (cut && !mask.sees_key(row + 8 * r, col, 8 * n + c)) x = -INFINITY;
+      }
     }
   }
 }
