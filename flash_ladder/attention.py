@@ -14,7 +14,7 @@ import torch
 from .ahead import build_variants
 from .checks import as_bool, as_scale, check_dimensions, check_memory, check_tensors
 from .inspection import current_report
-from .launch import explained, stage_files
+from .launch import explain_loss, stage_files
 from .loader import debug
 from .operators import Call, as_text, has_dispatch, is_plain, of_text
 from .plan import choose, find_or_convert, keep, plan_for
@@ -112,7 +112,8 @@ def _attend(q, k, v, mask: str, causal: bool, scale: float | None, stage, backwa
                 return call.run(q, k, v)
         return _check_and_run(key, q, k, v, mask, causal, scale, stage, backward, deterministic, tiles, heads)
     except torch.AcceleratorError as error:
-        raise explained(error) from error
+        explain_loss(error)
+        raise
 
 
 def _key(q, k, v, mask, causal, scale, stage, backward, deterministic, tiles, heads) -> tuple | None:

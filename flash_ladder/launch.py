@@ -144,20 +144,23 @@ class Library:
         self.workspace_bytes = workspace_bytes
 
 
-latest: list[Stage] = []     # the stage that was launched last
+latest: list[Stage] = []     # the stage that was launched last on a GPU
 
 
-def explained(error: Exception) -> Exception:
-    """An error of PyTorch's own use of the GPU, to be raised: if the context is lost, it names the stage that
-    was launched last, whose mistake it may be."""
-    text = str(error).splitlines()[0]
-    lost = latest and any(words in text for words in CONTEXT_IS_LOST)
-    return _failure(latest[0], text) if lost else error
+def is_lost(error: object) -> bool:
+    """Whether an error says that the CUDA context is lost."""
+    return any(words in str(error) for words in CONTEXT_IS_LOST)
+
+
+def explain_loss(error: Exception) -> None:
+    """Where PyTorch's own use of the GPU has found that the context is lost: raise an error that names the
+    stage which was launched last, as the mistake may be its own."""
+    if latest and is_lost(error):
+        raise _failure(latest[0], str(error).splitlines()[0]) from error
 
 
 def _failure(stage: Stage, text: str) -> RuntimeError:
-    lost = any(words in text for words in CONTEXT_IS_LOST)
-    return RuntimeError(f"{stage}: {text}{ADVICE if lost else ''}")
+    return RuntimeError(f"{stage}: {text}{ADVICE if is_lost(text) else ''}")
 
 
 _libraries: dict[tuple, Library] = {}  # by stage's file, macros, target, debug, checker

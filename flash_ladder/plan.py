@@ -16,7 +16,7 @@ import torch
 from .checks import aligned, as_scale
 from .devices import shared_memory_per_block
 from .inspection import current_report
-from .launch import PARAMS, Library, Tensor, definitions, explained, latest, load
+from .launch import PARAMS, Library, Tensor, definitions, explain_loss, latest, load
 from .loader import debug
 from .registry import find_stage, stages
 from .stage import MANY, Stage
@@ -114,7 +114,8 @@ class Plan:
             if x is not None:
                 words[at] = x.data_ptr()
         device = self.device
-        latest[:] = (self.stage,)
+        if device.type == "cuda":
+            latest[:] = (self.stage,)
         if self._workspace_floats:
             workspace = torch.empty(self._workspace_floats, dtype=torch.float32, device=device)
             words[self._at[-1]] = workspace.data_ptr()
@@ -223,7 +224,8 @@ def backward(q, k, v, o, lse, do, dlse, diagonal: int | None, scale: float | Non
                    "dQ": empty_like(q), "dK": empty_like(k), "dV": empty_like(v)}
         run(plan_for(stage, tiles, deterministic, diagonal, as_scale(scale, q.shape[3]), tensors), tensors)
     except torch.AcceleratorError as error:
-        raise explained(error) from error
+        explain_loss(error)
+        raise
     return tensors["dQ"], tensors["dK"], tensors["dV"]
 
 

@@ -211,6 +211,26 @@ def test_a_fork_is_contained_too():
     process.join()
 
 
+def fork_beside(work, done: threading.Event, is_well) -> None:
+    """Ten times while another thread works until it is done. is_well(): what the child has to say."""
+    thread = threading.Thread(target=work)
+    thread.start()
+    try:
+        for _ in range(10):
+            time.sleep(0.05)
+            child = os.fork()
+            if not child:
+                signal.alarm(60)
+                try:
+                    os._exit(0 if is_well() else 1)
+                finally:
+                    os._exit(2)
+            assert os.waitpid(child, 0)[1] == 0
+    finally:
+        done.set()
+        thread.join()
+
+
 def test_forks_during_a_call(monkeypatch):
     """The child has none of it: its calls are right and contained, Ctrl-C and the limit of memory its own."""
     q, k, v = torch.randn(3, 1, 2, 16, 8)
@@ -237,22 +257,9 @@ def test_forks_during_a_call(monkeypatch):
             return False
         return right and not limited
 
-    thread = threading.Thread(target=call_endless)
-    thread.start()
     try:
-        for _ in range(10):
-            time.sleep(0.05)
-            child = os.fork()
-            if not child:
-                signal.alarm(60)
-                try:
-                    os._exit(0 if is_well() else 1)
-                finally:
-                    os._exit(2)
-            assert os.waitpid(child, 0)[1] == 0
+        fork_beside(call_endless, done, is_well)
     finally:
-        done.set()
-        thread.join()
         signal.signal(signal.SIGINT, before)
 
 
@@ -267,27 +274,15 @@ def test_a_fork_while_another_thread_inspects():
             with flash.inspect():
                 flash.attention(q, k, v, stage="flash2")
 
-    thread = threading.Thread(target=inspect_until_done)
-    with flash.inspect():
+    def is_well() -> bool:
+        torch.set_num_threads(1)  # OpenMP's others are not there, and PyTorch would wait for them
+        with flash.inspect() as report:
+            flash.attention(q, k, v, stage="flash2")
+        return bool(report.kernels) and not report.findings
+
+    with flash.inspect():                    # it is built before
         flash.attention(q, k, v, stage="flash2")
-    thread.start()
-    try:
-        for _ in range(10):
-            time.sleep(0.02)
-            child = os.fork()
-            if not child:
-                signal.alarm(60)
-                torch.set_num_threads(1)  # OpenMP's others are not there, and PyTorch would wait for them
-                try:
-                    with flash.inspect() as report:
-                        flash.attention(q, k, v, stage="flash2")
-                    os._exit(0 if report.kernels and not report.findings else 1)
-                finally:
-                    os._exit(2)
-            assert os.waitpid(child, 0)[1] == 0
-    finally:
-        done.set()
-        thread.join()
+    fork_beside(inspect_until_done, done, is_well)
 
 
 def test_a_context_that_outlives_an_inspection():
@@ -357,23 +352,34 @@ def test_a_lost_context_is_explained():
     assert other == "stage 'flash2': invalid argument"
 
 
-def test_a_lost_context_that_pytorch_finds(monkeypatch):
-    """Its memory asks CUDA first, in the call after the one that failed: that stage is named, too."""
+@pytest.fixture
+def launched_last():
+    """flash2, as if on a GPU."""
+    launch.latest[:] = [flash.find_stage("flash2", torch.float32, torch.device("cpu"), "fwd")]
+    yield
+    launch.latest.clear()
+
+
+@pytest.mark.parametrize("text, lost", [
+    ("CUDA error: an illegal memory access was encountered\nSearch for it", True),
+    ("CUDA error: out of memory", False), ("", False)])
+def test_a_lost_context_that_pytorch_finds(monkeypatch, launched_last, text, lost):
+    """Its memory asks CUDA first, in the call after the one that failed: the stage of that is named, too.
+    Other errors stay what they are."""
     q, k, v = torch.randn(3, 1, 1, 16, 8)
-    flash.attention(q, k, v, stage="flash2")
+    o = flash.attention(q.requires_grad_(), k, v, stage="flash2")
 
     def fails(*_, **__):
-        raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered\nSearch for it")
+        raise torch.AcceleratorError(text)
 
     monkeypatch.setattr(attention, "_check_and_run", fails)
-    with pytest.raises(RuntimeError, match="^stage 'flash2': CUDA error: an illegal memory access was "
-                                           "encountered. The CUDA context is lost"):
-        flash.attention(q, k, v, stage="naive", scale=0.5)
-    monkeypatch.undo()
-    o = flash.attention(q.requires_grad_(), k, v, stage="flash2")
     monkeypatch.setattr(plan, "plan_for", fails)
-    with pytest.raises(RuntimeError, match="^stage 'flash2': .* The CUDA context is lost"):
-        o.sum().backward()
+    for call in (lambda: flash.attention(q, k, v, stage="naive", scale=0.5), o.sum().backward):
+        with pytest.raises(RuntimeError) as caught:
+            call()
+        said = str(caught.value)
+        assert said.startswith(f"stage 'flash2': {text.splitlines()[0]}. The CUDA") if lost else said == text
+        assert (caught.value.__cause__ is not None) == lost
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

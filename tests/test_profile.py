@@ -28,7 +28,7 @@ FIGURES: dict[str, list] = {
     "fwd_06_vectorized": ["6", SHARED, FMA],
     "fwd_07_conflict_free": [SHARED, FMA, GLOBAL],
     "fwd_08_prefetch": [GLOBAL, (GLOBAL, "conflict_free"), FMA],
-    "fwd_09_fp32_tuned": [FMA, ISSUE, SHARED, HBM, "77"],
+    "fwd_09_fp32_tuned": ["2", "4", FMA, ISSUE, SHARED, HBM, "77"],
     "fwd_10_wmma": [SHARED, TENSOR],
     "fwd_11_mma": [SHARED, TENSOR],
     "fwd_12_swizzle": [ISSUE, SHARED, TENSOR, (SHARED, "mma"), (TENSOR, "mma")],

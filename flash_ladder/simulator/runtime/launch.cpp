@@ -107,15 +107,15 @@ static void prepare(Worker& w, const Launch& launch, size_t threads) {
 }
 
 // -------------------------------------------------------------------------------- blocks
-// So many run by turns on an OS thread where they wait for one another: as on a multiprocessor of an H100
-static size_t most_under_way(size_t threads) { return std::min(size_t(32), 2048 / threads); }
+// Of blocks that may wait for one another: as many as a multiprocessor of an H100 holds
+static size_t stretch_of(size_t threads) { return std::min(size_t(32), 2048 / threads); }
 
-// Blocks start in the order of their numbers; with a seed, within stretches of `most`, in another one. In
+// Blocks start in the order of their numbers; with a seed, within stretches, in another one. In
 // either, a block that waits for those of lower numbers comes to its end.
-static size_t nth_block(size_t n, size_t blocks, size_t most, uint64_t seed) {
+static size_t nth_block(size_t n, size_t blocks, size_t stretch, uint64_t seed) {
   if (!seed) return n;
-  const size_t first = n / most * most;
-  std::vector<size_t> order(std::min(most, blocks - first));
+  const size_t first = n / stretch * stretch;
+  std::vector<size_t> order(std::min(stretch, blocks - first));
   std::iota(order.begin(), order.end(), first);
   uint64_t random = seed ^ (first + 1) * 0xD6E8FEB86659FD93ull;
   for (size_t i = order.size(); i > 1; i--) std::swap(order[i - 1], order[next_random(random) % i]);
@@ -126,7 +126,8 @@ static void run_grid(const Launch& launch, size_t threads, size_t blocks, double
   const char* limit = getenv("FLASH_SIM_THREADS");
   size_t count = limit ? size_t(std::max(1, atoi(limit))) : std::max(1u, std::thread::hardware_concurrency());
   count = launch.checked ? 1 : std::min(count, blocks);   // the checker keeps one book
-  const size_t stretch = most_under_way(threads);
+  const size_t stretch = stretch_of(threads);
+  // So many run by turns on an OS thread where they wait for others; a stretch, or more, on all of them
   const size_t most = std::max(size_t(1), std::min(stretch, MOST_STACKS / threads / count));
   std::atomic<size_t> next_block{0};
   std::atomic<bool> failed{false};

@@ -259,7 +259,7 @@ static size_t room() {
   return (size_t(4) << 30) + count * (size_t(512) << 20);
 }
 
-static void allow_to_grow(size_t bytes) {
+static void allow_to_grow(size_t bytes, rlim_t at_least = 0) {
   const int file = open("/proc/self/statm", O_RDONLY | O_CLOEXEC);       // no stdio: handlers come here, too
   char text[32] = "";
   const ssize_t length = file < 0 ? 0 : read(file, text, sizeof text - 1);
@@ -267,11 +267,15 @@ static void allow_to_grow(size_t bytes) {
   if (length <= 0) return;                     // macOS: no limit
   rlimit limit = memory_limit;
   const rlim_t most = strtoull(text, nullptr, 10) * sysconf(_SC_PAGESIZE) + bytes;
-  limit.rlim_cur = std::min(limit.rlim_cur, most);
+  limit.rlim_cur = std::min(limit.rlim_cur, std::max(most, at_least));
   setrlimit(RLIMIT_AS, &limit);
 }
 
-void make_room() { allow_to_grow(size_t(64) << 20); }
+void make_room() {                             // none is taken away: other calls may be under way
+  rlimit now;
+  getrlimit(RLIMIT_AS, &now);
+  allow_to_grow(size_t(64) << 20, now.rlim_cur);
+}
 
 // -------------------------------------------------------------------------------- guards
 Guard::Guard() {
