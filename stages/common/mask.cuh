@@ -133,7 +133,8 @@ struct Mask {
   // those before rule.end_key(row), but for the first ones
   __device__ int seen_by(int row) const { return max(min(N_k, rule.end_key(row)), 0); }
   // ---
-  __device__ int unseen_by(int row) const { return min(max(rule.first_key(row), 0), N_k); }   // the first ones
+  // These are the first ones.
+  __device__ int unseen_by(int row) const { return min(max(rule.first_key(row), 0), N_k); }
 
   // The first tile of Q that `holds`, where those after it do, too: found by halves
   template <class F>
