@@ -52,7 +52,7 @@
 #include <math.h>
 
 #include "stages/common/tensor.cuh"
-#include "stages/common/mask.cuh"
+#include "stages/common/mask_params.cuh"
 
 struct BwdParams {           // launch.py fills its twin, field for field
   Tensor Q, K, V, O, dO;     // of the forward pass, and the gradient by O
@@ -67,6 +67,7 @@ struct BwdParams {           // launch.py fills its twin, field for field
 };
 
 #include STAGE_FILE
+#include "stages/common/mask.cuh"        // if the stage has not: its lists of tiles
 
 // launch.py compares: the twins must not drift.
 extern "C" size_t flash_bwd_params_bytes() { return sizeof(BwdParams); }

@@ -74,7 +74,7 @@
 #include <math.h>
 
 #include "stages/common/tensor.cuh"
-#include "stages/common/mask.cuh"
+#include "stages/common/mask_params.cuh"
 
 struct FwdParams {           // launch.py fills its twin, field for field
   Tensor Q, K, V, O;
@@ -87,6 +87,7 @@ struct FwdParams {           // launch.py fills its twin, field for field
 };
 
 #include STAGE_FILE
+#include "stages/common/mask.cuh"        // if the stage has not: its lists of tiles
 
 // launch.py compares: the twins must not drift.
 extern "C" size_t flash_fwd_params_bytes() { return sizeof(FwdParams); }

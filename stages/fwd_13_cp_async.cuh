@@ -93,7 +93,7 @@ __global__ void __launch_bounds__(threads, 1) forward_kernel(FwdParams p) {
     const int j = tiles[t];
     // --- the head of a tile
     cp_async_wait<0>();
-    __syncthreads();                        // K_j and V_j are there; and all are done with K_j-1 and V_j-1
+    __syncthreads();                        // K_j and V_j are there; and all are done with the last ones
     const int buffer = t % 2 * Bc * pitch, next_buffer = (t + 1) % 2 * Bc * pitch;
     // ---
     const ELEMENT *K_j = K_smem + buffer, *V_j = V_smem + buffer;

@@ -1,6 +1,7 @@
 // Which scores count. Introduced by: forward stage 4, flash2. The rule itself is another file, MASK_FILE: one
 // of stages/masks, or your own (rule.cuh says what such a file defines).
-#pragma once
+#ifndef STAGES_COMMON_MASK     // not #pragma once: a copy of this file may stand in a stage, as in exercises
+#define STAGES_COMMON_MASK
 #include "rule.cuh"
 #include "tile_lists.cuh"
 #include MASK_FILE
@@ -148,3 +149,4 @@ struct Mask {
     return low;
   }
 };
+#endif
