@@ -5,7 +5,8 @@
 //        -DMASK_FILE='"stages/masks/causal.cuh"' -DCAUSAL=1 -DNEGATIVE_SCALE=0 -DDETERMINISTIC=0 \
 //        -DBLOCK_R=64 -DBLOCK_C=64 -arch=sm_80 -cubin -Xptxas -v flash_bwd.cu
 //
-// (DETERMINISTIC is 1 to ask a stage for the same bits in every run, if it can do both.)
+// (MASK_FILE is that of the forward pass. DETERMINISTIC is 1 to ask a stage for the same bits in every run,
+// if it can do both.)
 //
 // Given dO, the gradient of a loss with respect to O, it computes dQ, dK and dV, the gradients with respect
 // to Q, K and V. For every batch element and query head (stages/bwd_01_naive.cuh derives it):

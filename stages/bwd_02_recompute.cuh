@@ -37,6 +37,9 @@
 // third barrier. All lanes read the same number of P, and each lane its own column of dO, so there are no
 // bank conflicts. (If d is no multiple of 32, there are some when K and V are stored.)
 //
+// Which tiles of Q see something of K_j, and which scores count, is asked of the mask (common/mask.cuh), one
+// for each query head.
+//
 // HBM traffic without caches (hbm, above): K, V, dK and dV cross once. Q, dO, L and D are read Tc times, and
 // dQ is read and written Tc times. Before that O, dO and L are read, D is written and dQ set to 0. With a
 // causal mask about half of the Tc times remain.

@@ -34,7 +34,8 @@
 //   ----------------------------- barrier -----------------------------
 //   all warps: dQ += dS K, 32 rows each, from the dS^T that has been stored
 //
-// P is rounded for dV, and dS is made of this P.
+// P is rounded for dV, and dS is made of this P. (If the mask changes scores, dS needs the derivative, too.
+// It depends on S, which the warps for dV have, so they store P times this slope.)
 //
 // HBM traffic without caches (hbm, above): as in transposed.
 //

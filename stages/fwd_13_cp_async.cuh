@@ -15,7 +15,8 @@
 // were idle, unless another block on the multiprocessor had work for them.
 //
 // cp.async copies 16 bytes from HBM to shared memory, past the registers, and lets the thread go on. K and V
-// have two buffers each: while tile j is used, tile j + 1 is under way to the other ones.
+// have two buffers each: while tile j is used, tile j + 1 is under way to the other ones. (Where the mask
+// leaves tiles out, the next one has another number: the t-th is j = tiles[t], in buffer t % 2.)
 //
 //   time ->    tile j - 1               tile j                   tile j + 1
 //   copies     K_j, V_j                 K_j+1, V_j+1             K_j+2, V_j+2

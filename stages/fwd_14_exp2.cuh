@@ -19,10 +19,11 @@
 //     results below the normal range. m is kept with its factor c, as rounded: then 2^(m - m_new) is 1 if m
 //     stays. L = ln(2) (m + log2(l)). For a negative scale the largest c x is not that of the largest x: then
 //     S changes its sign, and c is positive again. (NEGATIVE_SCALE is a constant: else that line is gone.)
-//   - Only the last tiles of a row are cut, by the diagonal or by the last key. They have a loop of their
-//     own. The loop before it has no comparisons, and need not ask whether a row has seen a key.
+//   - Whole tiles come first, whatever the mask: those before tiles.cut. The others are cut, by the diagonal
+//     or by the last key, and have a loop of their own. The loop before it has no comparisons, and need not
+//     ask whether a row has seen a key.
 //
-// Changed from cp_async: the loop over j is two; what happens to S between the products is in
+// Changed from cp_async: the loop over the tiles is two; what happens to S between the products is in
 // common/softmax.cuh, for this stage and the later ones.
 //
 // Bound by the latency of its own instructions, one after the other: a warp multiplies, or makes
