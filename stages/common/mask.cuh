@@ -59,7 +59,7 @@ struct Mask {
   // constant.
   __device__ bool sees_key(int row, int col, int c) const {
     if (!Rule::is_range) return sees(row, col + c);
-    return c < min(N_k - col, rule.end_key(row) - col) && (Rule::from_0 || c >= rule.first_key(row) - col);
+    return c < min(N_k, rule.end_key(row)) - col && (Rule::from_0 || c >= rule.first_key(row) - col);
   }
 
   // A score of the query of `row` and the key of `col`, which is x, scaled; and the derivative by x
