@@ -64,7 +64,6 @@ __global__ void __launch_bounds__(threads, 3) forward_kernel(FwdParams p) {
   const int b = bh / p.H, h = bh % p.H, h_kv = h / (p.H / p.H_kv);
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const Mask mask(p, b, h);
-  const auto tiles = mask.key_tiles(i);
   float* O = p.O.head(b, h);
 
   extern __shared__ float smem[];
@@ -80,6 +79,7 @@ __global__ void __launch_bounds__(threads, 3) forward_kernel(FwdParams p) {
     l[r] = 0.f;
   }
 
+  const auto tiles = mask.key_tiles(i);
   for (int t = 0; t < tiles.end; t++) {                                  // line 6
     const int j = tiles[t];
     __syncthreads();                      // all are done with the last tiles, which are now overwritten
