@@ -38,7 +38,8 @@ class Tensor(ctypes.Structure):
 class MaskTensor(ctypes.Structure):
     """struct MaskTensor of stages/common/mask_params.cuh."""
 
-    _fields_ = [("data", ctypes.c_void_p), *((f"stride_{x}", ctypes.c_int64) for x in ("b", "h", "row", "col"))]
+    _fields_ = [("data", ctypes.c_void_p),
+                *((f"stride_{x}", ctypes.c_int64) for x in ("b", "h", "row", "col"))]
 
 
 class MaskParams(ctypes.Structure):
@@ -91,9 +92,10 @@ class Files:
         return unchanged
 
 
-def stage_files(stage: Stage) -> Files:
-    """All that a stage is compiled from; and its folder, since where none is named a new one may be taken."""
-    return Files([*source_files(ROOT / f"flash_{stage.direction}.cu", stage.path), STAGES])
+def stage_files(stage: Stage, *others: Path) -> Files:
+    """All that a stage is compiled from, and what `others` are; and its folder, since where none is named a
+    new one may be taken."""
+    return Files([*source_files(ROOT / f"flash_{stage.direction}.cu", stage.path, *others), STAGES])
 
 
 class Library:
@@ -107,7 +109,9 @@ class Library:
         entry, struct = f"flash_{stage.direction}", PARAMS[stage.direction]
         source = ROOT / f"{entry}.cu"
         self.stage = stage
-        self.files = stage_files(stage)  # before they are read
+        mask = macros["MASK_FILE"]
+        assert isinstance(mask, Path)
+        self.files = stage_files(stage, mask)  # before they are read
         name = f"{stage.direction}_{stage.name}"
         library = ctypes.CDLL(str(build(source, device, macros, name, current_report() is not None)))
         run, workspace_bytes = library[entry], library[f"{entry}_workspace_bytes"]

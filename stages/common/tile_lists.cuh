@@ -90,6 +90,6 @@ template <class M, class Params>
 void launch_lists(const Params& p, bool for_Q_alone, cudaStream_t stream) {
   if constexpr (!M::is_range) {
     const int lists = ceil_div(p.N_q, BLOCK_R) + (for_Q_alone ? 0 : ceil_div(p.N_k, BLOCK_C));
-    list_kernel<M><<<p.mask.B * p.mask.H * lists, list_threads, 0, stream>>>(p, lists);
+    list_kernel<M, Params><<<p.mask.B * p.mask.H * lists, list_threads, 0, stream>>>(p, lists);
   }
 }
