@@ -3,8 +3,8 @@
     o = flash.attention(q, k, v, mask=flash.masks.window(128, 0) & flash.masks.padding(first, end))
 
 A mask is a file of stages/masks, a few lines of CUDA that every stage from flash2 and recompute on is
-compiled with, and its arguments. `a & b`: what both see, and scores go through a, then b. `a | b`: what one of
-them sees. Of your own: `from_file`, or just mask=Path("mine.cuh").
+compiled with, and its arguments. `a & b`: what both see, and scores go through a, then b. `a | b`: what one
+of them sees. Of your own: `from_file`, or just mask=Path("mine.cuh").
 
 Positions count from the last query and key, as in attention(causal=True): the query of row i stands at key
 i + N_k - N_q.
@@ -19,7 +19,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
@@ -27,6 +27,11 @@ from .cache import build_folder
 from .simulator.guards import once
 from .sources import STAGES
 from .values import shown
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+    from .tiles import Tiles
 
 MOST_TENSORS, MOST_INTS, MOST_FLOATS = 4, 8, 4        # as in stages/common/mask_params.cuh
 FAR = 1 << 30                                         # a distance without a limit
@@ -88,6 +93,24 @@ class Mask:
             return Path(x).stem if isinstance(x, str) else f"({said(x[1])} {'&' if x[0] == 'And' else '|'} " \
                                                           f"{said(x[2])})"
         return f"<mask {said(json.loads(self.text))}>"
+
+    def tiles(self, N_q: int, N_k: int | None = None, *, Br: int = 64, Bc: int = 64) -> Tiles:
+        """Which tiles of Br queries and Bc keys are skipped, cut and whole, and which scores count, for each
+        batch element and head that differ. print() says how many; plot() draws them. N_k: default N_q.
+
+            flash.masks.window(100, 0).tiles(512).plot("window.png")
+        """
+        from .tiles import tiles_of
+
+        device = next((each.tensor.device for each in self.arguments), torch.device("cpu"))
+        B, H = (max([1, *(each.tensor.shape[n] for each in self.arguments)]) for n in (0, 1))
+        q, k = (torch.empty(B, H, N, 0, device=device) for N in (N_q, N_q if N_k is None else N_k))
+        return tiles_of(self.bind(q, k), B, H, q.shape[2], k.shape[2], Br, Bc, device)
+
+    def show(self, N_q: int, N_k: int | None = None, Br: int = 64, Bc: int = 64, *, b: int = 0,
+             h: int = 0) -> Figure:
+        """Draw them, of one batch element and head."""
+        return self.tiles(N_q, N_k, Br=Br, Bc=Bc).plot(b=b, h=h)
 
     def bind(self, q: torch.Tensor, k: torch.Tensor) -> Bound:
         """It, for a call of attention.

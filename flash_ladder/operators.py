@@ -206,8 +206,8 @@ def _(q, k, v, o, L, dO, dL, diagonal, mask, mask_tensors, ints, floats, scale, 
 
 
 def _save(ctx, inputs, output) -> None:
-    (q, k, v, diagonal, mask, mask_tensors, ints, floats, scale, _, backward, deterministic, _, _, Br, Bc, kinds,
-     wanted) = inputs
+    (q, k, v, diagonal, mask, mask_tensors, ints, floats, scale, _, backward, deterministic, _, _, Br, Bc,
+     kinds, wanted) = inputs
     if deterministic is None and torch.are_deterministic_algorithms_enabled():  # it may not be by then
         stage, _ = choose(of_text(backward), q, "bwd", None, diagonal is not None, Br=Br, Bc=Bc)
         deterministic = stage.can_be_deterministic
@@ -222,8 +222,8 @@ def _differentiate(ctx, dO, dL):
     if dO is None:  # the loss depends on L alone
         dO = torch.zeros_like(o)
     diagonal, mask, ints, floats = ctx.visible
-    *gradients, by_mask = torch.ops.flash.backward(q, k, v, o, L, dO, dL, diagonal, mask, of_mask, ints, floats,
-                                                   *ctx.options)
+    *gradients, by_mask = torch.ops.flash.backward(q, k, v, o, L, dO, dL, diagonal, mask, of_mask, ints,
+                                                   floats, *ctx.options)
     needed = (x if need else None for x, need in zip(gradients, ctx.needs_input_grad))
     waiting = iter(by_mask)
     wanted = ctx.options[-1]

@@ -95,7 +95,7 @@ class Plan:
         self.visible = visible.with_tensors(()) if isinstance(visible, Bound) else visible
         at = [getattr(struct, name).offset for name in TENSORS[stage.direction]]
         if isinstance(visible, Bound):
-            at += _fill(params.mask, visible, struct.mask.offset)
+            at += fill_mask(params.mask, visible, struct.mask.offset)
         macros = definitions(stage, q.dtype, q.shape[3], isinstance(visible, int), tiles, deterministic,
                              scale < 0, mask_file(visible))
         self.library: Library = load(stage, macros, q.device)
@@ -181,7 +181,7 @@ class Plan:
 GRADIENT = "dMask"
 
 
-def _fill(params, visible: Bound, start: int) -> list[int]:
+def fill_mask(params, visible: Bound, start: int) -> list[int]:
     """Write a mask's arguments, but addresses, to a MaskParams; where those come, in bytes."""
     params.B, params.H = visible.extents
     params.ints[:len(visible.ints)] = visible.ints
@@ -282,6 +282,7 @@ def backward(q, k, v, o, lse, do, dlse, visible: Visible, scale: float | None, s
                "dQ": empty_like(q), "dK": empty_like(k), "dV": empty_like(v)}
     of_mask = list(mask_tensors(visible))
     dS = None
+    by_mask: list[torch.Tensor | None] = [None] * len(of_mask)
     if isinstance(visible, Bound) and any(visible.wanted):
         dS = torch.zeros(*q.shape[:3], k.shape[2], dtype=torch.float32, device=q.device)
     try:
@@ -290,8 +291,9 @@ def backward(q, k, v, o, lse, do, dlse, visible: Visible, scale: float | None, s
     except torch.AcceleratorError as error:
         explain_loss(error)
         raise
-    return (tensors["dQ"], tensors["dK"], tensors["dV"],
-            *([None] * len(of_mask) if dS is None else gradients_of(visible, dS)))
+    if dS is not None and isinstance(visible, Bound):
+        by_mask = gradients_of(visible, dS)
+    return tensors["dQ"], tensors["dK"], tensors["dV"], *by_mask
 
 
 def run(plan: Plan, tensors: dict[str, torch.Tensor | None], *of_mask: torch.Tensor | None) -> None:

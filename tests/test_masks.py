@@ -14,8 +14,8 @@ NEG = -math.inf
 
 
 class Case:
-    """A mask for a call, and the same as tensors: bias (B, H, N_q, N_k) in float64, -inf where a query does not
-    see a key, and what becomes of a score before it is added."""
+    """A mask for a call, and the same as tensors: bias (B, H, N_q, N_k) in float64, -inf where a query does
+    not see a key, and what becomes of a score before it is added."""
 
     def __init__(self, mask, bias, cap=None, leaves=()):
         self.mask, self.bias, self.cap, self.leaves = mask, bias, cap, leaves
@@ -110,8 +110,8 @@ def make(name, B, H, N_q, N_k, device="cpu", dtype=torch.float32):
 
 
 NAMES = ["none", "causal", "causal_diagonal", "window", "window_left", "prefix", "padding", "document",
-         "block_causal", "boolean", "boolean_2d", "additive", "additive_heads", "additive_rows", "alibi", "softcap",
-         "relative_bias", "window_and_padding", "causal_and_document", "window_or_prefix",
+         "block_causal", "boolean", "boolean_2d", "additive", "additive_heads", "additive_rows", "alibi",
+         "softcap", "relative_bias", "window_and_padding", "causal_and_document", "window_or_prefix",
          "softcap_and_causal_and_alibi"]
 
 
@@ -124,9 +124,11 @@ def exactly(q, k, v, case, dtype=torch.float64):
     if case.cap:
         S = case.cap * torch.tanh(S / case.cap)
     S = S + case.bias.to(S.device, dtype)
-    L = torch.logsumexp(S, -1)
-    P = torch.where(S > NEG, torch.exp(S - torch.where(L > NEG, L, 0)[..., None]), 0)
-    return P @ v, L
+    seen = S > NEG
+    m = torch.where(seen.any(-1, keepdim=True), S.amax(-1, keepdim=True), 0).detach()
+    P = torch.where(seen, torch.exp(torch.where(seen, S, 0) - m), 0)
+    l = P.sum(-1, keepdim=True)
+    return P / torch.where(l > 0, l, 1) @ v, torch.where(l > 0, m + l.log(), NEG)[..., 0]
 
 
 def data(B, H, H_kv, N_q, N_k, d, dtype, device, seed=0):
@@ -164,7 +166,6 @@ def gradients_at(dtype, q, k, v, case, do):
     bias = case.bias.to(q.device, dtype).requires_grad_()
     o, _ = exactly(*leaves, Case(None, bias, case.cap), dtype)
     *gradients, dS = torch.autograd.grad(o, [*leaves, bias], do.to(dtype))
-    dS = dS.expand(*q.shape[:3], k.shape[2])
     for leaf in case.leaves:
         if leaf.dim() == 2 and leaf.shape[1] == q.shape[2] + k.shape[2] - 1:
             distance = torch.arange(k.shape[2]) - torch.arange(q.shape[2])[:, None] + q.shape[2] - 1
