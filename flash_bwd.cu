@@ -5,7 +5,8 @@
 //        -DMASK_FILE='"stages/masks/causal.cuh"' -DCAUSAL=1 -DNEGATIVE_SCALE=0 -DDETERMINISTIC=0 \
 //        -DBLOCK_R=64 -DBLOCK_C=64 -arch=sm_80 -cubin -Xptxas -v flash_bwd.cu
 //
-// (DETERMINISTIC is 1 to ask a stage for the same bits in every run, if it can do both.)
+// (MASK_FILE is that of the forward pass. DETERMINISTIC is 1 to ask a stage for the same bits in every run,
+// if it can do both.)
 //
 // Given dO, the gradient of a loss with respect to O, it computes dQ, dK and dV, the gradients with respect
 // to Q, K and V. For every batch element and query head (stages/bwd_01_naive.cuh derives it):
@@ -52,7 +53,7 @@
 #include <math.h>
 
 #include "stages/common/tensor.cuh"
-#include "stages/common/mask.cuh"
+#include "stages/common/mask_params.cuh"
 
 struct BwdParams {           // launch.py fills its twin, field for field
   Tensor Q, K, V, O, dO;     // of the forward pass, and the gradient by O
@@ -67,6 +68,7 @@ struct BwdParams {           // launch.py fills its twin, field for field
 };
 
 #include STAGE_FILE
+#include "stages/common/mask.cuh"        // if the stage has not: its lists of tiles
 
 // launch.py compares: the twins must not drift.
 extern "C" size_t flash_bwd_params_bytes() { return sizeof(BwdParams); }

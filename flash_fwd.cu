@@ -5,7 +5,8 @@
 //        -DMASK_FILE='"stages/masks/causal.cuh"' -DCAUSAL=1 -DNEGATIVE_SCALE=0 \
 //        -DBLOCK_R=64 -DBLOCK_C=64 -arch=sm_80 -cubin -Xptxas -v flash_fwd.cu
 //
-// (ELEMENT is __half or __nv_bfloat16 for the stages in 16 bits. NEGATIVE_SCALE is 1 for a scale below 0.)
+// (ELEMENT is __half or __nv_bfloat16 for the stages in 16 bits. NEGATIVE_SCALE is 1 for a scale below 0.
+// MASK_FILE says which scores count: one of stages/masks, or your own. See stages/common/rule.cuh.)
 // flash.py passes them, builds on first use and calls flash_fwd(). Nothing here needs PyTorch's headers: a
 // build takes a second.
 //
@@ -74,7 +75,7 @@
 #include <math.h>
 
 #include "stages/common/tensor.cuh"
-#include "stages/common/mask.cuh"
+#include "stages/common/mask_params.cuh"
 
 struct FwdParams {           // launch.py fills its twin, field for field
   Tensor Q, K, V, O;
@@ -87,6 +88,7 @@ struct FwdParams {           // launch.py fills its twin, field for field
 };
 
 #include STAGE_FILE
+#include "stages/common/mask.cuh"        // if the stage has not: its lists of tiles
 
 // launch.py compares: the twins must not drift.
 extern "C" size_t flash_fwd_params_bytes() { return sizeof(FwdParams); }

@@ -22,6 +22,9 @@ from .stage import DIRECTIONS, Stage
 SECTION = re.compile(r"\s*// ---(?: (\S.*))?$")
 CONTEXT = 3  # unchanged lines around a change
 INSTRUCTIONS = "ptx.cuh"  # thin functions around single instructions: they count for nobody
+# What every stage has of the file that includes it. That file includes mask.cuh, too, for the lists of tiles:
+# it counts for the first stage that asks a mask.
+TENSORS = ROOT / "stages" / "common" / "tensor.cuh"
 # By the first character of a line: its colours in a terminal, and in HTML (text, background)
 TERMINAL = {"+": "green", "-": "red", "@": "cyan"}
 HTML = {"+": ("#055d20", "#dafbe1"), "-": ("#82071e", "#ffebe9"), "@": ("#57606a", "#ddf4ff"),
@@ -218,9 +221,8 @@ def introduced(stage: Stage) -> list[Path]:
 
 
 def _included(stage: Stage) -> list[Path]:
-    """What it includes, directly or not, and what the file does that includes it."""
-    files = source_files(ROOT / f"flash_{stage.direction}.cu", stage.path)
-    return files[2:]
+    """What it includes, directly or not, and the tensors."""
+    return [*source_files(stage.path)[1:], TENSORS]
 
 
 def _without_comments(file: Path) -> str:

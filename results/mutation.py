@@ -24,6 +24,13 @@ BOUND = re.compile(r"(?<=[^\s<>=!-] )(<=?|>=?)(?= [^\s<>=])|\bmin\((?=[^)])")
 FIXED = re.compile(r"^\s*#|\bconstexpr\b|\bstatic_assert\b|\btemplate\b|__launch_bounds__|"
                    r"\w<\(|\w<[^;()]* [<>]=? [^;()]*>\(")   # lines
 INCLUDE = re.compile(r'^#include "(?:common/)?(\w+\.cuh)"$', re.M)
+# What comes in with mask.cuh, and is not mutated: calls of mutants.py have one of RULES, which run little of
+# it (no lists of tiles, no `a & b` and `a | b`).
+MASKS = ("mask_params.cuh", "rule.cuh", "tile_lists.cuh")
+RULES = ("causal.cuh", "none.cuh")
+# Lines of mask.cuh that only other rules run: those that begin after key 0, are no ranges, or change scores
+OTHER_RULES = re.compile(r"\bt < cut\b|whole_j|p\.mask\.|\bscores &&|has_gradient|unseen_by|first_tile|"
+                         r"first_key\(end|is_range\) return t|low < high")
 
 
 @dataclass(frozen=True)
@@ -151,7 +158,8 @@ class Source:
 
     def _add_bound(self, bound: re.Match) -> None:
         line = bisect.bisect_right(self._lines, bound.start())
-        if FIXED.search(self.text[self._lines[line - 1]:].split("\n", 1)[0]):
+        text = self.text[self._lines[line - 1]:].split("\n", 1)[0]
+        if FIXED.search(text) or self.file.name == "mask.cuh" and OTHER_RULES.search(text):
             return
         what = bound[0].rstrip("(")
         again = sum(m.line == line and m.change.startswith(f"{what} ") for m in self.mutants) // 2
@@ -171,13 +179,13 @@ class Source:
 
 
 def sources(stage: flash.Stage) -> list[Source]:
-    """A stage's file, and those of stages/common that it includes."""
+    """A stage's file, and those of stages/common that it includes, but for MASKS."""
     files, waiting = [], [stage.path]
     while waiting:
         file = waiting.pop(0)
         if file not in files:
             files.append(file)
-            waiting += [COMMON / name for name in INCLUDE.findall(file.read_text())]
+            waiting += [COMMON / name for name in INCLUDE.findall(file.read_text()) if name not in MASKS]
     found: list[Source] = []
     for file in files:
         found.append(Source(file, 1 + sum(len(source.mutants) for source in found)))
@@ -191,7 +199,10 @@ def mutants(stage: flash.Stage) -> dict[int, Mutant]:
 
 def fingerprint(stage: flash.Stage) -> str:
     """A hash of its code and of what it includes, without comments and space."""
-    code = " ".join(word for source in sources(stage) for word in blank(source.text).split())
+    files = [source.file for source in sources(stage)]
+    if COMMON / "mask.cuh" in files:
+        files += [*(COMMON / name for name in MASKS), *(flash.STAGES / "masks" / name for name in RULES)]
+    code = " ".join(word for file in files for word in blank(file.read_text()).split())
     return hashlib.sha256(code.encode()).hexdigest()[:16]
 
 
@@ -204,7 +215,10 @@ static int mutant_of_the_environment() {{ const char* x = getenv("{NUMBER}"); re
 
 
 def schema(stage: flash.Stage) -> str:
-    """The text of a stage with all mutants in it, and with its includes in place."""
+    """The text of a stage with all mutants in it, with its includes in place, but for MASKS and MASK_FILE.
+
+    (mask.cuh has a guard: flash_fwd.cu and flash_bwd.cu, which include it, do not bring it once more.)
+    """
     texts = {source.file: source.mutated() for source in sources(stage)}
     there = set()
 
@@ -214,6 +228,8 @@ def schema(stage: flash.Stage) -> str:
 
         def put(include: re.Match) -> str:
             inner = COMMON / include[1]
+            if inner not in texts:
+                return f'#include "common/{include[1]}"'
             if inner in there:
                 return ""
             there.add(inner)

@@ -37,6 +37,9 @@
 // third barrier. All lanes read the same number of P, and each lane its own column of dO, so there are no
 // bank conflicts. (If d is no multiple of 32, there are some when K and V are stored.)
 //
+// Which tiles of Q see something of K_j, and which scores count, is asked of the mask (common/mask.cuh), one
+// for each query head.
+//
 // HBM traffic without caches (hbm, above): K, V, dK and dV cross once. Q, dO, L and D are read Tc times, and
 // dQ is read and written Tc times. Before that O, dO and L are read, D is written and dQ set to 0. With a
 // causal mask about half of the Tc times remain.
@@ -116,8 +119,8 @@ __global__ void __launch_bounds__(threads, 2) backward_kernel(BwdParams p, const
           const int col = j * Bc + lane + 32 * c;
           const float x = p.scale * S_reg[r][c];
           const float P = mask.sees(row, col) ? expf(mask.score(x, row, col) - L_row) : 0.f;     // line 11
-          P_smem[(warp * rows + r) * Bc + lane + 32 * c] = P;
           const float dS = P * (dP_reg[r][c] - D_row);                   // line 14
+          P_smem[(warp * rows + r) * Bc + lane + 32 * c] = P;
           dS_smem[(warp * rows + r) * Bc + lane + 32 * c] = mask.through_score(dS, x, row, col);
         }
       }

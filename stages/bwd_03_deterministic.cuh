@@ -101,8 +101,8 @@ __global__ void __launch_bounds__(threads, 2) dKV_kernel(BwdParams p, const floa
           const int col = j * Bc + lane + 32 * c;
           const float x = p.scale * S_reg[r][c];
           const float P = mask.sees(row, col) ? expf(mask.score(x, row, col) - L_row) : 0.f;     // line 11
-          P_smem[(warp * rows + r) * Bc + lane + 32 * c] = P;
           const float dS = P * (dP_reg[r][c] - D_row);                   // line 14
+          P_smem[(warp * rows + r) * Bc + lane + 32 * c] = P;
           dS_smem[(warp * rows + r) * Bc + lane + 32 * c] = mask.through_score(dS, x, row, col);
         }
       }

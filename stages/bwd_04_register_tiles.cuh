@@ -143,8 +143,9 @@ __global__ void __launch_bounds__(threads) backward_kernel(BwdParams p, const fl
           const int col = j * Bc + S_col + c / 4 * 32 + c % 4;
           const float x = p.scale * S_reg[r][c];
           const float P = mask.sees(row, col) ? expf(mask.score(x, row, col) - L_row) : 0.f;     // line 11
-          P_smem[(S_row + 4 * r) * Bc + S_col + c / 4 * 32 + c % 4] = P; // line 14: dS_ij, in the next line
-          dS_smem[(S_row + 4 * r) * Bc + S_col + c / 4 * 32 + c % 4] = P * (dP_reg[r][c] - D_row);
+          const float dS = P * (dP_reg[r][c] - D_row);                   // line 14
+          P_smem[(S_row + 4 * r) * Bc + S_col + c / 4 * 32 + c % 4] = P;
+          dS_smem[(S_row + 4 * r) * Bc + S_col + c / 4 * 32 + c % 4] = mask.through_score(dS, x, row, col);
         }
       }
       __syncthreads();                    // a warp now reads columns of P and dS, which all warps wrote

@@ -93,7 +93,7 @@ __global__ void __launch_bounds__(threads, 1) backward_kernel(BwdParams p, const
   const int Tr = ceil_div(p.N_q, Br), Tc = ceil_div(p.N_k, Bc);          // lines 1, 2
   const int j = blockIdx.x % Tc, bh = blockIdx.x / Tc;                   // line 5
   const int b = bh / p.H_kv, h_kv = bh % p.H_kv, group = p.H / p.H_kv;
-  const int warp = threadIdx.x / 32;
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const int warp_row = warp % (Br / 16) * 16, part = warp / (Br / 16);   // of each result
 
   extern __shared__ __align__(128) ELEMENT smem[];
@@ -132,7 +132,7 @@ __global__ void __launch_bounds__(threads, 1) backward_kernel(BwdParams p, const
 
       float L_row[2], D_row[2];             // of the two rows that this lane has
       for (int r = 0; r < 2; r++) {
-        const int row = i * Br + warp_row + threadIdx.x % 32 / 4 + 8 * r;
+        const int row = i * Br + warp_row + lane / 4 + 8 * r;
         L_row[r] = row < p.N_q ? p.L[first_row + row] : 0.f;             // line 9
         D_row[r] = row < p.N_q ? D[first_row + row] : 0.f;
       }

@@ -77,7 +77,7 @@ __global__ void __launch_bounds__(threads, 1) backward_kernel(BwdParams p, const
   const int b = bh / p.H_kv, h_kv = bh % p.H_kv, group = p.H / p.H_kv;
   const int warp = threadIdx.x / 32;
   const int first_key = warp * warp_rows;            // this warp's rows of dK and dV, and
-  const int dQ_row = warp % (Br / 16) * 16, part = warp / (Br / 16);     // of dQ
+  const int warp_row = warp % (Br / 16) * 16, part = warp / (Br / 16);   // of dQ
 
   extern __shared__ __align__(128) ELEMENT smem[];
   ELEMENT* K_smem = smem;                   // Bc x d, rows `pitch` apart
@@ -93,6 +93,9 @@ __global__ void __launch_bounds__(threads, 1) backward_kernel(BwdParams p, const
   load_tile<threads>(V_smem, tile_index, p.V.head(b, h_kv), p.V.stride_n, j * Bc, Bc, p.N_k);
 
   float dK_reg[strips][width / 8][4] = {}, dV_reg[strips][width / 8][4] = {};              // line 7
+  // Of dQ, and so of the operand B that makes it, every parts-th 16 columns are this warp's.
+  auto part_of = [&](const ELEMENT* tile) { return as_it_lies(tile, pitch, 0, 16 * part, parts); };
+  auto dim = [&](int col) { return 16 * (part + col / 16 * parts) + col % 16; };
   const float scale2 = p.scale * LOG2_E;
 
   for (int h = h_kv * group; h < (h_kv + 1) * group; h++) {
@@ -104,10 +107,10 @@ __global__ void __launch_bounds__(threads, 1) backward_kernel(BwdParams p, const
       // The last tiles were last read before the last barrier, so they may be overwritten.
       load_tile<threads>(Q_smem, tile_index, p.Q.head(b, h), p.Q.stride_n, i * Br, Br, p.N_q);  // line 9
       load_tile<threads>(dO_smem, tile_index, p.dO.head(b, h), p.dO.stride_n, i * Br, Br, p.N_q);
-      for (int t = threadIdx.x; t < Br; t += threads) {
-        const int row = i * Br + t;
-        L_smem[t] = row < p.N_q ? LOG2_E * p.L[first_row + row] : 0.f;
-        D_smem[t] = row < p.N_q ? D[first_row + row] : 0.f;
+      for (int r = threadIdx.x; r < Br; r += threads) {
+        const int row = i * Br + r;
+        L_smem[r] = row < p.N_q ? LOG2_E * p.L[first_row + row] : 0.f;
+        D_smem[r] = row < p.N_q ? D[first_row + row] : 0.f;
       }
       __syncthreads();                    // nobody reads before everybody has written
 
@@ -132,10 +135,9 @@ __global__ void __launch_bounds__(threads, 1) backward_kernel(BwdParams p, const
       __syncthreads();                    // a warp now reads all of dS, which many warps wrote
 
       float dQ_reg[strips][dims / 8][4] = {};                            // line 15: dS_ij K_j
-      multiply<2>(dQ_reg, Bc, transposed(dST_smem, dST_pitch, 0, dQ_row),
-                  as_it_lies(K_smem, pitch, 0, 16 * part, parts));
+      multiply<2>(dQ_reg, Bc, transposed(dST_smem, dST_pitch, 0, warp_row), part_of(K_smem));
       for_each(dQ_reg, [&](float& x, int r, int c) {                     // line 15: to HBM, with other blocks
-        const int row = i * Br + dQ_row + r, k = 16 * (part + c / 16 * parts) + c % 16;
+        const int row = i * Br + warp_row + r, k = dim(c);
         if (row < p.N_q && k < d) atomicAdd(dQ_accum + (first_row + row) * d + k, x);
       });
     }                                                                    // line 17

@@ -45,7 +45,6 @@
 #include "common/pairs.cuh"
 #include "common/prepare.cuh"
 #include "common/product.cuh"
-#include "common/scores.cuh"
 #include "common/strips.cuh"
 #include "common/tile16.cuh"
 
@@ -101,7 +100,8 @@ __global__ void __launch_bounds__(threads) backward_kernel(BwdParams p, Workspac
   const Operand K = as_it_lies(K_smem, pitch, 0, dQ_col, dQ_warps);
 
   float sum_reg[strips][width / 8][4] = {};                              // line 7: dV or dK
-  const float scale2 = Mask::scores ? 1.f : p.scale * LOG2_E;
+  const float scale2 = p.scale * LOG2_E;
+  const float exponent_scale = Mask::scores ? 1.f : scale2;     // a mask that changes scores applies it
   for (int h = h_kv * group; h < (h_kv + 1) * group; h++) {
     const Mask mask(p, b, h);
     const auto tiles = mask.query_tiles(j);
@@ -121,23 +121,31 @@ __global__ void __launch_bounds__(threads) backward_kernel(BwdParams p, Workspac
         return reinterpret_cast<uint32_t*>(PT_smem + swizzled(first_key + row, col, PT_pitch));
       };
       uint32_t X_frag[strips][Br / 16][4];
-      auto round_and_store = [&]() {
-        round_to_A(X_frag, X_reg, [&](uint32_t packed, int row, int col) { *PT_at(row, col) = packed; });
-      };
+      auto store = [&](uint32_t packed, int row, int col) { *PT_at(row, col) = packed; };
       float slope_reg[strips][Br / 8][4];       // of a mask that changes scores
       if (makes_dV) {                                                    // line 11: P_ij
-        if (Mask::scores) change_scores(X_reg, slope_reg, mask, p.scale, i * Br, j * Bc + first_key);
+        if (Mask::scores) {
+          for_both(X_reg, slope_reg, [&](float& S, float& slope, int r, int c) {
+            const int row = i * Br + c, col = j * Bc + first_key + r;
+            const float x = scale2 * S;
+            slope = mask.slope(LN_2 * x, row, col);
+            S = score2(mask, x, row, col);
+          });
+        }
         for_each_two(X_reg, [&](float& x, float& y, int, int col) {
           const float2 L_row = *reinterpret_cast<const float2*>(L_smem + t % 2 * Br + col);
-          x = fast_exp2(scale2 * x - L_row.x);
-          y = fast_exp2(scale2 * y - L_row.y);
+          x = fast_exp2(exponent_scale * x - L_row.x);
+          y = fast_exp2(exponent_scale * y - L_row.y);
         });
         for_each_two(X_reg, [&](float& x, float& y, int row, int col) {
           if (!mask.sees(i * Br + col, j * Bc + first_key + row)) x = 0.f;
           if (!mask.sees(i * Br + col + 1, j * Bc + first_key + row)) y = 0.f;
         });
-        round_and_store();
-        if (Mask::scores) store_times(X_reg, slope_reg, PT_at);
+        round_to_A(X_frag, X_reg, store);
+        if (Mask::scores) {                       // for dS: P times slope
+          for_both(X_reg, slope_reg, [](float& P, float& slope, int, int) { P *= slope; });
+          for_each_pair(X_reg, store);
+        }
       }
       __syncthreads();                        // the warps for dK now read P
       if (!makes_dV) {                                                   // line 14: dS_ij, over P_ij
@@ -149,7 +157,7 @@ __global__ void __launch_bounds__(threads) backward_kernel(BwdParams p, Workspac
           mask.keep_gradient(x, i * Br + col, j * Bc + first_key + row);
           mask.keep_gradient(y, i * Br + col + 1, j * Bc + first_key + row);
         });
-        round_and_store();
+        round_to_A(X_frag, X_reg, store);
       }
       multiply<Br / 16>(sum_reg, Br, X_frag, dO_or_Q + buffer);          // lines 12, 16
       __syncthreads();                      // a warp now reads all of dS, which many warps wrote

@@ -31,9 +31,13 @@
 // Erratum: line 10 of the paper's Algorithm 1 has diag(e^(m - m_new))^-1 O. The inverse is a mistake: when
 // the maximum grows, the old terms get smaller. tests/test_mutants.py runs it as printed and sees it fail.
 //
-// Changed from online_softmax: the order of the loops, and where O, m and l live. Which scores count is now
-// asked of an object, Mask (common/mask.cuh), as in all later stages. And three blocks are to fit on a
-// multiprocessor, so a thread gets at most 80 registers. (At d=128 with a causal mask, 12 bytes are spilled.)
+// Changed from online_softmax: the order of the loops, and where O, m and l live. And three blocks are to fit
+// on a multiprocessor, so a thread gets at most 80 registers. (At d=128 with a causal mask, 12 bytes are
+// spilled.)
+//
+// Which scores count is now asked of an object, as in all later stages: Mask (common/mask.cuh), made once a
+// block. It says which tiles of K and V there are, tiles[0] to tiles[tiles.end - 1]; and of an element,
+// whether it counts (sees), and what becomes of it (score). Its rule is a file of stages/masks, a few lines.
 //
 // Bound by shared memory: it is busy 62 % of the time, and the multipliers are busy 28 % (H200, B4 H12 N1024
 // d64 causal). In Q K^T a warp reads `rows` numbers of Q and 32 * cols of K for rows * 32 * cols

@@ -15,7 +15,8 @@
 // were idle, unless another block on the multiprocessor had work for them.
 //
 // cp.async copies 16 bytes from HBM to shared memory, past the registers, and lets the thread go on. K and V
-// have two buffers each: while tile j is used, tile j + 1 is under way to the other ones.
+// have two buffers each: while tile j is used, tile j + 1 is under way to the other ones. (Where the mask
+// leaves tiles out, the next one has another number: the t-th is j = tiles[t], in buffer t % 2.)
 //
 //   time ->    tile j - 1               tile j                   tile j + 1
 //   copies     K_j, V_j                 K_j+1, V_j+1             K_j+2, V_j+2
@@ -93,7 +94,7 @@ __global__ void __launch_bounds__(threads, 1) forward_kernel(FwdParams p) {
     const int j = tiles[t];
     // --- the head of a tile
     cp_async_wait<0>();
-    __syncthreads();                        // K_j and V_j are there; and all are done with K_j-1 and V_j-1
+    __syncthreads();                        // K_j and V_j are there; and all are done with the last ones
     const int buffer = t % 2 * Bc * pitch, next_buffer = (t + 1) % 2 * Bc * pitch;
     // ---
     const ELEMENT *K_j = K_smem + buffer, *V_j = V_smem + buffer;

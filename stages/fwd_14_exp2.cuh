@@ -19,10 +19,11 @@
 //     results below the normal range. m is kept with its factor c, as rounded: then 2^(m - m_new) is 1 if m
 //     stays. L = ln(2) (m + log2(l)). For a negative scale the largest c x is not that of the largest x: then
 //     S changes its sign, and c is positive again. (NEGATIVE_SCALE is a constant: else that line is gone.)
-//   - Only the last tiles of a row are cut, by the diagonal or by the last key. They have a loop of their
-//     own. The loop before it has no comparisons, and need not ask whether a row has seen a key.
+//   - Whole tiles come first, whatever the mask: those before tiles.cut. The others are cut, by the diagonal
+//     or by the last key, and have a loop of their own. The loop before it has no comparisons, and need not
+//     ask whether a row has seen a key.
 //
-// Changed from cp_async: the loop over j is two; what happens to S between the products is in
+// Changed from cp_async: the loop over the tiles is two; what happens to S between the products is in
 // common/softmax.cuh, for this stage and the later ones.
 //
 // Bound by the latency of its own instructions, one after the other: a warp multiplies, or makes
@@ -81,7 +82,7 @@ __global__ void __launch_bounds__(threads, 1) forward_kernel(FwdParams p) {
     for (; t < (cut ? tiles.end : tiles.cut); t++) {                     // line 6
       const int j = tiles[t];
       cp_async_wait<0>();
-      __syncthreads();                      // K_j and V_j are there; and all are done with K_j-1 and V_j-1
+      __syncthreads();                      // K_j and V_j are there; and all are done with the last ones
       const int buffer = t % 2 * Bc * pitch, next_buffer = (t + 1) % 2 * Bc * pitch;
       const ELEMENT *K_j = K_smem + buffer, *V_j = V_smem + buffer;
 

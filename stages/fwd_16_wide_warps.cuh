@@ -104,7 +104,7 @@ __global__ void __launch_bounds__(threads, blocks_per_sm) forward_kernel(FwdPara
     for (; t < (cut ? tiles.end : tiles.cut); t++) {                     // line 6
       const int j = tiles[t];
       cp_async_wait<0>();
-      __syncthreads();                      // K_j and V_j are there; and all are done with K_j-1 and V_j-1
+      __syncthreads();                      // K_j and V_j are there; and all are done with the last ones
       const int buffer = t % 2 * Bc * pitch, next_buffer = (t + 1) % 2 * Bc * pitch;
       const uint32_t K_j = K_address + 2 * buffer, V_j = V_address + 2 * buffer;
 

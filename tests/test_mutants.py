@@ -42,13 +42,20 @@ def name_of(stage):
     return f"{stage.direction}-{stage.name}"
 
 
+# What is wrong with the mask: what, pattern, replacement. The rule itself, in stages/masks, stays.
+SEES = r"sees_by\(rule, row, col\)"
+OFF_BY_ONE = "the mask off by one", SEES, "sees_by(rule, row, col + CAUSAL)"
+WRONG_CORNER = "the mask from the wrong corner", SEES, "(CAUSAL ? col <= row : true)"
+PAST_THE_END = "keys past the end", rf"col < N_k && {SEES}", "(!CAUSAL || sees_by(rule, row, col))"
+TILE_TOO_FEW = "causal: a tile of keys too few", r"\bseen_by\(end_row - 1\)", "seen_by(row)"
+
 # stage, what, pattern, replacement
 MUTANTS = [
     *(
         (stage, what, pattern, replacement)
         for stage in ("tiled", "flash2")   # those of naive and online_softmax are with the exercises
         for what, pattern, replacement in [
-            ("scale missing", r"\? p.scale \* ", "? "),
+            ("scale missing", r"(\? |score\()p\.scale \* ", r"\1"),
             ("the wrong key head", r"h / \(p.H / p.H_kv\)", "h % p.H_kv"),
             ("L without the maximum", r"(m|m\[r(?:ow)?\]) \+ logf", "logf"),
             ("a row that sees no key", r"== -INFINITY \? 0.f : ", "== -INFINITY ? -INFINITY : "),
@@ -57,10 +64,10 @@ MUTANTS = [
     ),
     ("tiled", "the mask off by one", r"col <= row \+ p\.diagonal", "col < row + p.diagonal"),
     ("tiled", "the mask from the wrong corner", r"col <= row \+ p\.diagonal", "col <= row"),
-    ("flash2", "the mask off by one", r"col <= row \+ diagonal", "col < row + diagonal"),
-    ("flash2", "the mask from the wrong corner", r"col <= row \+ diagonal", "col <= row"),
+    ("flash2", *OFF_BY_ONE),
+    ("flash2", *WRONG_CORNER),
     ("online_softmax", "keys past the end", r"col < p\.N_k && \(", "("),
-    ("flash2", "keys past the end", r"col < N_k && \(", "("),
+    ("flash2", *PAST_THE_END),
     ("naive", "one key too few", r"col < p.N_k; col\+\+\) o", "col < p.N_k - 1; col++) o"),
     ("online_softmax", "old output not rescaled", r"l_old\[r\] \* alpha\[r\] \* \*o", "l_old[r] * *o"),
     ("online_softmax", "new output not rescaled", r"beta\[r\] \* O_reg", "O_reg"),
@@ -74,8 +81,7 @@ MUTANTS = [
     ("flash2", "the erratum: diag(...)^-1", r"O_reg\[r\]\[c\] \*= alpha", "O_reg[r][c] /= alpha"),
     ("flash2", "output not rescaled", r"O_reg\[r\]\[c\] \*= alpha", "O_reg[r][c] *= 1.f"),
     ("flash2", "sum not rescaled", r"alpha \* l\[r\]", "l[r]"),
-    ("flash2", "causal: a tile of keys too few", r"seen_by\(\(i \+ 1\) \* BLOCK_R - 1\)",
-     "seen_by(i * BLOCK_R)"),
+    ("flash2", *TILE_TOO_FEW),
     ("flash2", "maximum of the lane, not of the row", r"m_new = warp_max\(m_new\);", ""),
     *((stage, "V with the rows of K", r"p.V.stride_n", "p.K.stride_n") for stage in BY_NAME),
     *((stage, "K with the rows of Q", r"p.K.stride_n", "p.Q.stride_n") for stage in BY_NAME),
@@ -102,26 +108,26 @@ MUTANTS = [
     ("conflict_free", "P swizzled, and read as if it were not", r"16, P_swizzle\(x\)\)", "16)"),
     ("conflict_free", "K swizzled, and read as if it were not", r"first_col, 32, swizzle_of\(k\)",
      "first_col, 32"),
-    ("prefetch", "the next tile of K too early", r"\(j \+ 1\) \* Bc\);", "(j + 2) * Bc);"),
-    ("prefetch", "the same tile of K again", r"K \+= Bc \* p\.K\.stride_n;", ""),
+    ("prefetch", "the next tile of K too early", r"next_j \* Bc\);", "(next_j + 1) * Bc);"),
+    ("prefetch", "the same tile of K again", r"K \+= .* \* p\.K\.stride_n;", ""),
     ("prefetch", "the next tile of V too early", r"(    load_tile4.*\n)([^}]*?)(    V \+= .*\n)", r"\3\1\2"),
     *(
         ("fp32_tuned", what, pattern, replacement)
         for what, pattern, replacement in [
-            ("the mask off by one", r"col <= row \+ diagonal", "col < row + diagonal"),
-            ("the mask from the wrong corner", r"col <= row \+ diagonal", "col <= row"),
+            OFF_BY_ONE,
+            WRONG_CORNER,
             ("scale missing", r"p.scale \* LOG2_E", "LOG2_E"),
             ("the wrong key head", r"h / \(p.H / p.H_kv\)", "h % p.H_kv"),
             ("L without the maximum", r"m\[r\] \+ log2f", "log2f"),
             ("L as a power of 2", r"LN_2 \* ", ""),
             ("a row that sees no key", r"== -INFINITY \? 0.f : ", "== -INFINITY ? -INFINITY : "),
             ("0 / 0 for such a row", r"l\[r\] == 0.f", "false"),
-            ("keys past the end", r"col < N_k && \(", "("),
+            PAST_THE_END,
             ("the erratum: diag(...)^-1", r"O_reg\[r\]\[c\] \*= alpha", "O_reg[r][c] /= alpha"),
             ("output not rescaled", r"O_reg\[r\]\[c\] \*= alpha", "O_reg[r][c] *= 1.f"),
             ("sum not rescaled", r"l\[r\] \*= alpha;", ""),
-            ("causal: a tile too few", r"seen_by\(\(i \+ 1\) \* BLOCK_R - 1\)", "seen_by(i * BLOCK_R)"),
-            ("a cut tile taken for a whole one", r"j >= mask\.cut_j\(i\)", "j > mask.cut_j(i)"),
+            TILE_TOO_FEW,
+            ("a cut tile taken for a whole one", r"t >= tiles\.cut", "t > tiles.cut"),
             ("sum of the lane, not of the row", r"l\[r\] = sum_of_8\(l\[r\]\);", ""),
             ("O past its end", r"if \(row >= p.N_q\) continue;", ""),
             ("the tiles of a head in the place of heads", r"Tr - 1 - work\.tile : work\.tile, bh = work\.bh",
@@ -132,16 +138,15 @@ MUTANTS = [
         (stage, what, pattern, replacement)
         for stage in ("wmma", "swizzle", "cp_async")   # mma is swizzle but for tile_index
         for what, pattern, replacement in [
-            ("the mask off by one", r"col <= row \+ diagonal", "col < row + diagonal"),
-            ("the mask from the wrong corner", r"col <= row \+ diagonal", "col <= row"),
-            ("scale missing", r"\? p.scale \* ", "? "),
+            OFF_BY_ONE,
+            WRONG_CORNER,
+            ("scale missing", r"(\? |score\()p\.scale \* ", r"\1"),
             ("the wrong key head", r"h / \(p.H / p.H_kv\)", "h % p.H_kv"),
             ("L without the maximum", r"m(\[r\])? \+ logf", "logf"),
             ("a row that sees no key", r"== -INFINITY \? 0.f : ", "== -INFINITY ? -INFINITY : "),
             ("0 / 0 for such a row", r"inv_l = l(\[r\])? == 0.f", "inv_l = false"),
-            ("keys past the end", r"col < N_k && \(", "("),
-            ("causal: a tile of keys too few", r"seen_by\(\(i \+ 1\) \* BLOCK_R - 1\)",
-             "seen_by(i * BLOCK_R)"),
+            PAST_THE_END,
+            TILE_TOO_FEW,
             ("sum not rescaled", r"l(\[r\])? \*= alpha;", ""),
             ("rows past the end", r"first (\+ first_row )?\+ row < N", "true"),
         ]
@@ -168,7 +173,7 @@ MUTANTS = [
             ("the other row of the lane", r"lane_row \+ 8 \* r,", "lane_row + 8 * (1 - r),"),
         ]
     ),
-    ("cp_async", "the same tile again", r"\(j \+ 1\) \* Bc, Bc", "j * Bc, Bc"),
+    ("cp_async", "the same tile again", r"tiles\[t \+ 1\] \* Bc;", "j * Bc;"),
     ("cp_async", "a copy not waited for", r"    cp_async_wait<0>\(\);\n    __sync", "    __sync"),
     ("wmma", "the erratum: diag(...)^-1", r"alpha \* x\.", "1 / alpha * x."),
     ("wmma", "maximum of the lane, not of the row", r"fmaxf\(m_new, __shfl_xor.*\);", "m_new;"),
@@ -182,7 +187,7 @@ BACKWARD_MUTANTS = [
         for stage in ("recompute",)        # those of naive are with the exercises
         for what, pattern, replacement in [
             ("dO with the rows of Q", r"p\.dO\.stride_n", "p.Q.stride_n"),
-            ("the mask off by one", r"col <= row \+ diagonal", "col < row + diagonal"),
+            OFF_BY_ONE,
             ("D omitted", r" - D(_row)?\)", ")"),
             ("scale missing on dK", r"p\.scale \* (dk;|dK_reg)", r"\1"),
             ("scale missing on dQ", r"p\.scale \* (dq;|dQ_reg)", r"\1"),
@@ -197,16 +202,16 @@ BACKWARD_MUTANTS = [
     ("recompute", "dQ with the rows of dO", r"p\.dQ\.stride_n", "p.dO.stride_n"),
     ("recompute", "a head of the group missed", r"(h < \(h_kv \+ 1\) \* group);", r"\1 - 1;"),
     ("recompute", "V with the rows of K", r"p\.V\.stride_n", "p.K.stride_n"),
-    ("recompute", "scale missing in S", r"expf\(p\.scale \* ", "expf("),
+    ("recompute", "scale missing in S", r"x = p\.scale \* ", "x = "),
     ("recompute", "dL with the wrong sign", r"sum -= p\.dL", "sum += p.dL"),
     ("recompute", "O with the rows of dO", r"p\.O\.stride_n", "p.dO.stride_n"),
     ("recompute", "dL of a row that sees no key", r"p\.L\[\w+\] == -INFINITY \? 0\.f : sum", "sum"),
     ("recompute", "dQ not set to 0", r"if \(clear_dQ\) dQ\[k\] = 0\.f;", ""),
     ("recompute", "workspace too small", r"p\.B \* p\.H \* p\.N_q; \}", "p.B * p.N_q; }"),
-    ("recompute", "keys past the end", r"col < N_k && \(", "("),
+    ("recompute", *PAST_THE_END),
     ("recompute", "L of the wrong head", r"p\.L\[first_row \+ row\]", "p.L[row]"),
     ("recompute", "L of the wrong row", r"p\.L\[first_row \+ row\]", "p.L[first_row + warp * rows + r]"),
-    ("recompute", "causal: a tile of Q too few", r"(max\(j \* BLOCK_C - diagonal, 0\) / BLOCK_R)", r"\1 + 1"),
+    ("recompute", "causal: a tile of Q too few", r"(max\(rule\.first_row.* / BLOCK_R)", r"\1 + CAUSAL"),
     ("recompute", "P not transposed", r" P_smem\[row \* Bc \+ (.*?)\]", r" P_smem[(\1) * Bc + row]"),
     ("recompute", "Q in the place of dO", r"\* gradient;", "* query;"),
     ("recompute", "dQ of one block alone", r"atomicAdd\((dQ .*?), (.*)\);", r"*(\1) = \2;"),
@@ -221,7 +226,7 @@ BACKWARD_MUTANTS = [
             ("the wrong key head", r"h / \(p\.H / p\.H_kv\)", "h % p.H_kv"),
             ("D omitted", r" - D_row\)", ")"),
             ("keys past the end", r"mask\.sees\(row, col\)", "mask.sees(row, min(col, p.N_k - 1))"),
-            ("causal: a tile of keys too few", r"j < mask\.end_j\(i\)", "j < mask.cut_j(i)"),
+            ("causal: a tile of keys too few", r"t < tiles\.end", "t < tiles.cut"),
             ("past its end", r"if \(row >= p\.N_q\) continue;", ""),
             ("past its row", r"if \(k < d\) dQ", "dQ"),
         ]
@@ -242,12 +247,12 @@ BACKWARD_MUTANTS = [
         for what, pattern, replacement in [
             ("dV with the rows of dK", r"p\.dV\.stride_n", "p.dK.stride_n"),
             ("the mask off by one", r"mask\.sees\(row, col\)", "mask.sees(row, col + 1)"),
-            ("a tile on the diagonal not masked", r"mask\.cuts\(i, j\)", "(i + 1) * Br > p.N_q"),
+            ("a tile on the diagonal not masked", r"mask\.cuts\(tiles, t, j\)", "(i + 1) * Br > p.N_q"),
             ("D omitted", r" - D_row\[r\]", ""),
             ("P to the base 2", r"LOG2_E \* \(", "("),
             ("L of the wrong head", r"p\.L\[first_row \+ row\]", "p.L[row]"),
-            ("the next head too late", r"i \+ 1 < Tr \? h : h \+ 1", "h"),
-            ("the same tile again", r"i \+ 1 < Tr \? i \+ 1 :", "i + 1 < Tr ? i :"),
+            ("the next head too late", r"stage_tiles\(h \+ 1,", "stage_tiles(h,"),
+            ("the same tile again", r"stage_tiles\(h, tiles\[t \+ 1\]\)", "stage_tiles(h, i)"),
             ("K not swizzled", r"row % 2 \* 4\), x", "0), x"),
             ("dK past its end", r"if \(col >= p\.N_k\) continue;", ""),
         ]
@@ -258,7 +263,7 @@ BACKWARD_MUTANTS = [
             ("V with the rows of K", r"p\.V\.stride_n", "p.K.stride_n"),
             ("dQ of the wrong rows", r"row % p\.N_q \* p\.dQ\.stride_n", "row % p.N_q * p.dO.stride_n"),
             ("the mask off by one", r"mask\.sees\(row, col\)", "mask.sees(row, col + 1)"),
-            ("the mask from the wrong corner", r"col <= row \+ diagonal", "col <= row"),
+            WRONG_CORNER,
             ("D omitted", r"\(dP - D_row\[r / 8\]\)", "dP"),
             ("L of the lane's first row", r"L_row\[r / 8\]", "L_row[0]"),
             ("dL ignored", r"p\.dL\[\w+\]", "0.f"),
@@ -287,8 +292,8 @@ BACKWARD_MUTANTS = [
     ("cp_async", "dO with the rows of Q", r"\(b, h\), p\.dO\.stride_n", "(b, h), p.Q.stride_n"),
     ("cp_async", "a row that sees no key", r"== -INFINITY \? 0\.f : sum", "== -INFINITY ? -INFINITY : sum"),
     ("cp_async", "half of dQ not zero at the start", r"e < 2; e\+\+\) dQ\[e\]", "e < 1; e++) dQ[e]"),
-    ("late_dq", "the last dQ forgotten", r"add_dQ\(h, Tr - 1\)", ""),
-    ("late_dq", "dQ of the wrong tile", r"add_dQ\(h, i - 1\)", "add_dQ(h, i)"),
+    ("late_dq", "the last dQ forgotten", r"add_dQ\(h, tiles\[tiles\.end - 1\], tiles\.end - 1\)", ""),
+    ("late_dq", "dQ of the wrong tile", r"add_dQ\(h, tiles\[t - 1\], t - 1\)", "add_dQ(h, i, t - 1)"),
     ("late_dq", "scale missing on dQ", r"sum, p\.scale\)", "sum, 1.f)"),
     ("late_dq", "numbers of the wrong lane", r"row % 8 \* 16", "row % 8 * 8"),
     ("split_heads", "the wrong key head", r"h / \(p\.H / p\.H_kv\)", "h % p.H_kv"),
@@ -302,15 +307,15 @@ BACKWARD_MUTANTS = [
             ("dO with the rows of Q", r"\(b, h\), p\.dO\.stride_n", "(b, h), p.Q.stride_n"),
             ("V with the rows of K", r"p\.V\.stride_n", "p.K.stride_n"),
             ("the mask off by one", r"first_key \+ row\)\)", "first_key + row + 1))"),
-            ("a masked tile taken for a whole one", r"mask\.cuts\(i, j\)", "(i + 1) * Br > p.N_q"),
-            ("a ragged tile not masked", r"end_col > N_k", "false"),
+            ("a masked tile taken for a whole one", r"mask\.cuts\(tiles, t, j\)", "(i + 1) * Br > p.N_q"),
+            ("a ragged tile not masked", r"end_col > N_k \|\| (end_col > rule.*?) \|\|", r"CAUSAL && \1 ||"),
             ("D omitted", r"\(x - D_row\.x\)", "x"),
             ("dL ignored", r"p\.dL\[.*?\];", "0.f;"),
             ("scale missing on dK", r"makes_dV \? 1\.f : p\.scale", "1.f"),
             ("scale missing on dQ", r"sum, p\.scale\)", "sum, 1.f)"),
-            ("the last dQ forgotten", r"add_dQ\(Tr - 1\)", ""),
+            ("the last dQ forgotten", r"add_dQ\(tiles\.end - 1\)", ""),
             ("a copy not waited for", r"    cp_async_wait<0>\(\);\n", ""),
-            ("a tile of Q too few", r"(max\(j \* BLOCK_C - diagonal, 0\) / BLOCK_R)", r"\1 + 1"),
+            ("a tile of Q too few", r"(max\(rule\.first_row.* / BLOCK_R)", r"\1 + CAUSAL"),
             ("dK past its end", r"j \* Bc \+ row < p\.N_k && ", ""),
         ]
     ),

@@ -48,7 +48,7 @@ def compile_stage(stage: flash.Stage, architecture: str, d: int, causal: bool, f
     """What nvcc and ptxas print. Fails on errors. Writes stage.out: by default the GPU code alone."""
     tiles = stage.default_tiles(d) | tiles
     macros = flash.definitions(stage, dtype or stage.dtypes[0], d, causal, tiles, deterministic)
-    macros["STAGE_FILE"] = f'"{stage.path}"'
+    macros |= {name: f'"{macros[name]}"' for name in ("STAGE_FILE", "MASK_FILE")}
     code = f"-gencode=arch={architecture.replace('sm', 'compute')},code={architecture}"
     done = subprocess.run(
         [NVCC, *output, "-std=c++17", "-O3", code, f"-I{flash.ROOT}", f"-I{flash.STAGES}",

@@ -1,6 +1,7 @@
 // Which scores count. Introduced by: forward stage 4, flash2. The rule itself is another file, MASK_FILE: one
 // of stages/masks, or your own (rule.cuh says what such a file defines).
-#pragma once
+#ifndef STAGES_COMMON_MASK     // not #pragma once: a copy of this file may stand in a stage, as in exercises
+#define STAGES_COMMON_MASK
 #include "rule.cuh"
 #include "tile_lists.cuh"
 #include MASK_FILE
@@ -133,7 +134,8 @@ struct Mask {
   // those before rule.end_key(row), but for the first ones
   __device__ int seen_by(int row) const { return max(min(N_k, rule.end_key(row)), 0); }
   // ---
-  __device__ int unseen_by(int row) const { return min(max(rule.first_key(row), 0), N_k); }   // the first ones
+  // These are the first ones.
+  __device__ int unseen_by(int row) const { return min(max(rule.first_key(row), 0), N_k); }
 
   // The first tile of Q that `holds`, where those after it do, too: found by halves
   template <class F>
@@ -147,3 +149,4 @@ struct Mask {
     return low;
   }
 };
+#endif

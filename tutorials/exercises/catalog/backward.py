@@ -139,6 +139,9 @@ D are (B, H, N_q), contiguous, and this head's begin at first_row. D is rowsum(d
 P and dS are 0 where the query does not see the key. mask.sees(row, col) says whether it does, by the row
 and column in the whole matrix (stages/common/mask.cuh); it is false past N_q and N_k. L and D have N_q rows
 for a head, not Tr * Br: do not read past them. L is -inf for a row that sees no key.
+
+(The stage also asks mask.score and mask.through_score, for masks that change scores. Here you may leave them
+out.)
 """,
         hints=(
             "No maximum and no sum is needed: what they were for is in L.",
@@ -148,9 +151,9 @@ for a head, not Tr * Br: do not read past them. L is -inf for a row that sees no
             "infinite."),
         mutants=(
             wrong("S not scaled", r"^wrong result.*P lacks the scale",
-                  ("expf(p.scale * S_reg[r][c] - L_row)", "expf(S_reg[r][c] - L_row)")),
+                  ("const float x = p.scale * S_reg[r][c];", "const float x = S_reg[r][c];")),
             wrong("without L", r"^wrong result.*P lacks L",
-                  ("expf(p.scale * S_reg[r][c] - L_row)", "expf(p.scale * S_reg[r][c])")),
+                  ("expf(mask.score(x, row, col) - L_row)", "expf(mask.score(x, row, col))")),
             wrong("dP without D", r"^wrong result.*D is left out",
                   ("= P * (dP_reg[r][c] - D_row);", "= P * dP_reg[r][c];")),
             wrong("dS scaled", r"^wrong result.*dQ and dK are scaled twice",
@@ -162,11 +165,11 @@ for a head, not Tr * Br: do not read past them. L is -inf for a row that sees no
                   ("mask.sees(row, col) ?", "mask.sees(row, col) && S_reg[r][c] != 0.f ?"),
                   right_on_randn=True),
             wrong("a quotient of exponentials", r"^wrong result.*subtract in the exponent",
-                  ("expf(p.scale * S_reg[r][c] - L_row)", "expf(p.scale * S_reg[r][c]) / expf(L_row)"),
+                  ("expf(mask.score(x, row, col) - L_row)", "expf(x) / expf(L_row)"),
                   right_on_randn=True),
             wrong("a large negative score", r"^wrong result.*even with a score such as -1e9",
-                  ("mask.sees(row, col) ? expf(p.scale * S_reg[r][c] - L_row) : 0.f",
-                   "expf((mask.sees(row, col) ? p.scale * S_reg[r][c] : -1e9f) - L_row)"),
+                  ("mask.sees(row, col) ? expf(mask.score(x, row, col) - L_row) : 0.f",
+                   "expf((mask.sees(row, col) ? x : -1e9f) - L_row)"),
                   right_on_randn=True),
             wrong("the mask by the tile's rows", r"^wrong result.*row and column within the tile",
                   ("= mask.sees(row, col)", "= mask.sees(warp * rows + r, lane + 32 * c)")),
@@ -174,8 +177,8 @@ for a head, not Tr * Br: do not read past them. L is -inf for a row that sees no
                   ("const float L_row = row < p.N_q ? p.L[first_row + row] : 0.f;",
                    "const float L_row = p.L[first_row + row];")),
             wrong("a column a lane", r"^(uninitialised|race).*dS_smem",
-                  ("dS_smem[(warp * rows + r) * Bc + lane + 32 * c] = P",
-                   "dS_smem[(warp * rows + r) * Bc + lane] = P")),
+                  ("dS_smem[(warp * rows + r) * Bc + lane + 32 * c] = mask",
+                   "dS_smem[(warp * rows + r) * Bc + lane] = mask")),
         )),
     Exercise(
         number=10, name="dQ", title="A sum that many blocks make", lesson="05", direction="bwd",
@@ -235,8 +238,8 @@ Rows from N_q on and columns from d on do not exist, neither in K_smem (d may be
         deterministic=True,
         specification="""
 The hard one: nearly the whole kernel, though all of its lines have been seen before, here or in flash2. A
-block of dQ_kernel has the tile Q_i, and dO_i, in shared memory. It walks along the tiles of K and V, from
-the first to the last that a row of Q_i sees, and sums up in registers
+block of dQ_kernel has the tile Q_i, and dO_i, in shared memory. It walks along the tiles of K and V that a
+row of Q_i sees, tiles[0] to tiles[tiles.end - 1], and sums up in registers
 
   dQ_reg = sum over j of dS_ij K_j      dS_ij = P_ij (dO_i V_j^T - D)      P_ij = e^(scale * Q_i K_j^T - L)
 
@@ -253,7 +256,8 @@ dS is 0 where the query does not see the key, and past N_q and N_k: mask.sees(ro
 the check counts HBM traffic, with a causal mask. And it compares the bits when blocks run in another order.
 """,
         hints=(
-            "The loop is flash2's: up to mask.end_j(i) a barrier, two load_tile, a barrier.",
+            "The loop is flash2's: for each t below tiles.end, with j = tiles[t], a barrier, two load_tile, "
+            "a barrier.",
             "S, dP and dS are made as in dKV_kernel above, without P_smem.",
             "A lane makes dS of its own columns, and then needs those of all: through dS_smem. Only its "
             "own warp's rows, so that no barrier of the block is needed.",
@@ -261,9 +265,9 @@ the check counts HBM traffic, with a causal mask. And it compares the bits when 
             "dS_smem."),
         mutants=(
             wrong("no barrier before the copy", r"^race.*[KV]_smem",
-                  ("j < mask.end_j(i); j++) {\n    __syncthreads();                      // all are done "
-                   "with the last tiles, which are now overwritten\n",
-                   "j < mask.end_j(i); j++) {\n")),
+                  ("t < tiles.end; t++) {\n    const int j = tiles[t];\n    __syncthreads();               "
+                   "       // all are done with the last tiles, which are now overwritten\n",
+                   "t < tiles.end; t++) {\n    const int j = tiles[t];\n")),
             wrong("no barrier after the copy", r"^race.*_smem",
                   ("    __syncthreads();                      // nobody reads before everybody has written\n"
                    "\n    float S_reg",
@@ -273,13 +277,13 @@ the check counts HBM traffic, with a causal mask. And it compares the bits when 
                    "wrote itself\n",
                    "")),
             wrong("all tiles", r"^too much traffic.*excess is of [KV]",
-                  ("j < mask.end_j(i)", "j < ceil_div(p.N_k, Bc)"), right_on_randn=True),
+                  ("int t = 0; t < tiles.end", "int t = 0; t < ceil_div(p.N_k, Bc)"), right_on_randn=True),
             wrong("tiles up to the first that the mask cuts", r"^wrong result.*tiles of keys are left out",
-                  ("j < mask.end_j(i)", "j < mask.cut_j(i)"), right_on_randn=True),
+                  ("int t = 0; t < tiles.end", "int t = 0; t < tiles.cut"), right_on_randn=True),
             wrong("the mask off by one", r"^wrong result.*mask is off by one.*one key too few.*dQ\[",
-                  ("mask.sees(row, col) ? expf(p.scale * S_reg[r][c] - L_row) : 0.f;   // line 11",
-                   "row < p.N_q && col < p.N_k && (!CAUSAL || col < row + p.diagonal) ? expf(p.scale * "
-                   "S_reg[r][c] - L_row) : 0.f;")),
+                  ("mask.sees(row, col) ? expf(mask.score(x, row, col) - L_row) : 0.f; // line 11",
+                   "row < p.N_q && col < p.N_k && (!CAUSAL || col < row + p.diagonal) ? expf(x - L_row) : "
+                   "0.f;")),
             wrong("V for K", r"^wrong result.*dQ is made of V",
                   ("? K_smem[col * (d + 1) + lane + 32 * c] : 0.f;",
                    "? V_smem[col * (d + 1) + lane + 32 * c] : 0.f;")),

@@ -294,10 +294,15 @@ A row that has seen no key yet has m_new = -inf, and -inf - -inf is NaN: subtrac
         common=("mask.cuh",), tiles={"Br": 32, "Bc": 64}, at_most={"hbm": 1.05}, causal_score=True,
         specification="""
 First blank: seen_by(row) of the Mask, which all later stages share (stages/common/mask.cuh; here it stands
-in the file). It returns how many keys the query of `row` sees. With CAUSAL these are the keys col with
-col <= row + diagonal, without it all N_k. The number is never above N_k and never below 0, though diagonal
-may be negative, and row at or past N_q. end_j(i), where the loop over j stops, is made of it. With too many
-keys the result would be right, but tiles would be brought in vain: the check counts HBM traffic.
+in the file). It returns how many keys the query of `row` sees. Which ones, the mask's rule says: the keys
+before rule.end_key(row). The rule is a file of stages/masks. In causal.cuh it has
+
+  int end_key(int row) const { return row + 1 + diagonal; }
+
+and without a mask end_key(row) is N_k. The number of keys is never above N_k and never below 0. But end_key
+may be, as diagonal may be any number, and row at or past N_q. tiles.end, where the loop over t stops, is
+made of seen_by (in key_tiles). With too many keys the result would be right, but tiles would be brought in
+vain: the check counts HBM traffic.
 
 Second blank: the row is done. O_reg[r][c], column lane + 32 * c, is not normalised yet; m[r] and l[r] are
 the same in all lanes. Write O and L (FlashAttention-2, Algorithm 1, lines 12 to 15): O's row begins at O +
@@ -306,25 +311,25 @@ exist. A row that has seen no key gets O = 0 and L = -inf. One lane writes L.
 """,
         hints=(
             "With diagonal = 0, row 0 sees one key, key 0. And with diagonal = 5? With -5?",
-            "CAUSAL is a constant: CAUSAL ? ... : N_k. How many are the keys 0 to row + diagonal? min and "
-            "max keep the number between 0 and N_k.",
+            "rule.end_key(row) is the number that is asked for, but for its bounds: min and max keep it "
+            "between 0 and N_k.",
             "L = log(sum_j e^(S_j)), and l = sum_j e^(S_j - m).",
             "l[r] is 0 if and only if the row has seen no key."),
         mutants=(
             wrong("all keys", r"^too much traffic.*excess is of K",
-                  ("return CAUSAL ? max(min(N_k, row + 1 + diagonal), 0) : N_k;", "return N_k;"),
-                  right_on_randn=True),
+                  ("return max(min(N_k, rule.end_key(row)), 0);", "return N_k;"), right_on_randn=True),
             wrong("a key too many", r"^too much traffic.*excess is of K",
-                  ("row + 1 + diagonal), 0)", "row + 2 + diagonal), 0)"), right_on_randn=True),
+                  ("rule.end_key(row)), 0)", "rule.end_key(row) + 1), 0)"), right_on_randn=True),
             wrong("a key too few", r"^wrong result.*tiles of keys are left out",
-                  ("row + 1 + diagonal), 0)", "row + diagonal), 0)"), right_on_randn=True),
+                  ("rule.end_key(row)), 0)", "rule.end_key(row) - 1), 0)"), right_on_randn=True),
             wrong("no diagonal", r"^wrong result.*tiles of keys are left out",
-                  ("row + 1 + diagonal), 0)", "row + 1), 0)"), right_on_randn=True),
+                  ("return max(min(N_k, rule.end_key(row)), 0);",
+                   "return CAUSAL ? max(min(N_k, row + 1), 0) : N_k;"), right_on_randn=True),
             wrong("rows d apart", r"^out of bounds.* O\[.*stride_n",
                   ("O[row * p.O.stride_n + k] =", "O[row * d + k] ="), right_on_randn=True),
             wrong("causal in every call", r"^wrong result.*tiles of keys are left out",
-                  ("return CAUSAL ? max(min(N_k, row + 1 + diagonal), 0) : N_k;",
-                   "return max(min(N_k, row + 1 + diagonal), 0);")),
+                  ("return max(min(N_k, rule.end_key(row)), 0);",
+                   "return max(min(N_k, row + 1 + N_k - N_q), 0);")),
             wrong("not divided by l", r"^wrong result.*O is not divided by l",
                   ("O_reg[r][c] / l[r]", "O_reg[r][c]")),
             wrong("0 / 0", r"^wrong result.*O is divided by l = 0", ("l[r] == 0.f ? 0.f : O_reg", "O_reg")),

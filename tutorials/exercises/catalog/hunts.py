@@ -184,8 +184,8 @@ continue` where dQ is stored."""),
              "        const int row = i * Br + warp * rows + r;\n"
              "        if (j * Bc + lane >= p.N_k) continue;\n"
              "        const float L_row"),
-            ("P * (dP_reg[r][c] - D_row);    // line 14\n        }\n",
-             "P * (dP_reg[r][c] - D_row);    // line 14\n        }\n"
+            ("mask.through_score(dS, x, row, col);\n        }\n",
+             "mask.through_score(dS, x, row, col);\n        }\n"
              "        __syncwarp();                     // the warp has this row of P and dS\n")),
         mutants=(
             unmended(r"^deadlock.*__syncthreads.*__syncwarp", right_on_randn=True),
@@ -385,23 +385,21 @@ first rows see no key. (Mask, from stages/common/mask.cuh, stands in the file.)
             "All threads of the block must come to the same barriers: let the end of the loop over j be the"
             " same for all of them."),
         answer=paragraphs("""
-end_j(i) was the number of all tiles, whatever the mask. Tiles that no row of this block sees were loaded,
+end_j was the number of all tiles, whatever the mask. Tiles that no row of this block sees were loaded,
 multiplied, and masked away: the result is right, as e^-inf is 0, and half of the work is in vain.
 
 The last row of tile i, (i + 1) * Br - 1, sees the most keys. The tiles that hold these keys are the ones to
-visit: ceil_div(seen_by((i + 1) * BLOCK_R - 1), BLOCK_C). That may be 0: then the loop does nothing, and O is
-0, as it must be for rows that see no key. It depends on the block only, so that all of its threads come to
+visit: ceil_div(seen_by(end_row - 1), BLOCK_C). That may be 0: then the loop does nothing, and O is 0, as it
+must be for rows that see no key. It depends on the block only, so that all of its threads come to
 the same barriers. A `continue` after the loading saves the multiplications, but not the traffic; a `break`
 that depends on the warp leaves the others at a barrier.
 
 Such a bug shows in the HBM traffic of a causal call beside that of a call without a mask."""),
         broken=changes(
-            (", causal: its last row, (i + 1) * Br - 1, sees the most keys. From j = end_j(i) on S_ij is\n"
-             "  // skipped. Its first row, i * Br, sees the fewest keys: before j = cut_j(i) S_ij is whole."
-             "\n",
-             ". From j = end_j(i) on S_ij is skipped, and before j = cut_j(i) it is whole.\n"),
-            ("return ceil_div(seen_by((i + 1) * BLOCK_R - 1), BLOCK_C);",
-             "return ceil_div(N_k, BLOCK_C);")),
+            ("// The last row sees the most keys. From there on S_ij is skipped. The first row sees the "
+             "fewest: before\n      // that one S_ij is whole.\n",
+             "// From j = end_j on S_ij is skipped, and before j = cut_j it is whole.\n"),
+            ("end_j = ceil_div(seen_by(end_row - 1), BLOCK_C);", "end_j = ceil_div(N_k, BLOCK_C);")),
         score=("hbm",), at_most={"hbm": 1.05}, causal_score=True,
         mutants=(
             unmended(r"^too much traffic", right_on_randn=True),
@@ -414,15 +412,15 @@ Such a bug shows in the HBM traffic of a causal call beside that of a call witho
                      "    if (CAUSAL && j * Bc >= i * Br + (warp + 1) * rows + p.diagonal) break;\n"
                      "    __syncthreads();                      // all are done")),
             mending("the diagonal is left out", r"^wrong result",
-                    ("return ceil_div(N_k, BLOCK_C);",
-                     "return ceil_div(CAUSAL ? min(N_k, (i + 1) * BLOCK_R) : N_k, BLOCK_C);"),
+                    ("end_j = ceil_div(N_k, BLOCK_C);",
+                     "end_j = ceil_div(CAUSAL ? min(N_k, end_row) : N_k, BLOCK_C);"),
                     right_on_randn=True),
             mending("what the first row sees, not the last", r"^wrong result",
-                    ("return ceil_div(N_k, BLOCK_C);", "return ceil_div(seen_by(i * BLOCK_R), BLOCK_C);"),
+                    ("end_j = ceil_div(N_k, BLOCK_C);", "end_j = ceil_div(seen_by(row), BLOCK_C);"),
                     right_on_randn=True),
             mending("without a mask, too", r"^wrong result",
-                    ("return ceil_div(N_k, BLOCK_C);",
-                     "return ceil_div(min(N_k, (i + 1) * BLOCK_R + diagonal), BLOCK_C);")),
+                    ("end_j = ceil_div(N_k, BLOCK_C);",
+                     "end_j = ceil_div(max(min(N_k, end_row + N_k - N_q), 0), BLOCK_C);")),
         )),
     Exercise(
         number=25, name="sixteen_keys", title="Right up to 16 keys", lesson="06", direction="fwd",
@@ -516,17 +514,17 @@ The ends of a pipeline, its first and its last turns, are where such bugs are. A
 nothing. The simulator makes them as late as it may, and the checker reports each read of a place to which a
 copy is under way."""),
         broken=changes(
-            ("  copy_tile<threads>(V_smem, tile_index, V, p.V.stride_n, 0, Bc, p.N_k);\n",
+            ("  copy_tile<threads>(V_smem, tile_index, V, p.V.stride_n, tiles[0] * Bc, Bc, p.N_k);\n",
              "  cp_async_commit();                        // Q and K_0\n"
-             "  copy_tile<threads>(V_smem, tile_index, V, p.V.stride_n, 0, Bc, p.N_k);\n"),
+             "  copy_tile<threads>(V_smem, tile_index, V, p.V.stride_n, tiles[0] * Bc, Bc, p.N_k);\n"),
             ("    cp_async_wait<0>();\n    __syncthreads();                        "
-             "// K_j and V_j are there; and all are done with K_j-1 and V_j-1\n",
+             "// K_j and V_j are there; and all are done with the last ones\n",
              "    cp_async_wait<1>();                     // for K_j; V_j may be under way\n"
-             "    __syncthreads();                        // and all are done with K_j-1 and V_j-1\n"),
-            ("      copy_tile<threads>(V_smem + next_buffer, tile_index, V, p.V.stride_n, (j + 1) * Bc, Bc, "
+             "    __syncthreads();                        // and all are done with the last K_j and V_j\n"),
+            ("      copy_tile<threads>(V_smem + next_buffer, tile_index, V, p.V.stride_n, next, Bc, "
              "p.N_k);\n",
              "      cp_async_commit();\n"
-             "      copy_tile<threads>(V_smem + next_buffer, tile_index, V, p.V.stride_n, (j + 1) * Bc, Bc, "
+             "      copy_tile<threads>(V_smem + next_buffer, tile_index, V, p.V.stride_n, next, Bc, "
              "p.N_k);\n"),
             ("    #pragma unroll\n    for (int k = 0; k < Bc / 16; k++) { ",
              "    cp_async_wait<2>();                     // for V_j; K_j+1 and V_j+1 may be under way\n"
@@ -539,18 +537,19 @@ copy is under way."""),
             mending("a wait for all: nothing overlaps", r"^no overlap.*not under way",
                     ("cp_async_wait<2>(); ", "cp_async_wait<0>(); "), right_on_randn=True),
             mending("a wait at once", r"^no overlap.*not under way",
-                    ("(j + 1) * Bc, Bc, p.N_k);\n      cp_async_commit();\n    }",
-                     "(j + 1) * Bc, Bc, p.N_k);\n      cp_async_commit();\n      cp_async_wait<0>();\n    }"),
+                    ("V, p.V.stride_n, next, Bc, p.N_k);\n      cp_async_commit();\n    }",
+                     "V, p.V.stride_n, next, Bc, p.N_k);\n      cp_async_commit();\n"
+                     "      cp_async_wait<0>();\n    }"),
                     ("cp_async_wait<2>(); ", "cp_async_wait<0>(); "), right_on_randn=True),
             mending("one empty group, where two are counted", r"^race.*V_smem.*(cp_async|copy)",
-                    ("(j + 1) * Bc, Bc, p.N_k);\n      cp_async_commit();\n    }",
-                     "(j + 1) * Bc, Bc, p.N_k);\n    }\n    cp_async_commit();")),
+                    ("V, p.V.stride_n, next, Bc, p.N_k);\n      cp_async_commit();\n    }",
+                     "V, p.V.stride_n, next, Bc, p.N_k);\n    }\n    cp_async_commit();")),
             mending("the barrier first: the copies of others may be under way",
                     r"^race.*V_smem.*(cp_async|copy)",
                     ("    cp_async_wait<2>();                     // for V_j; K_j+1 and V_j+1 may be under "
                      "way\n"
                      "    __syncthreads();\n",
-                     "    __syncthreads();\n    if (j + 1 < mask.end_j(i)) cp_async_wait<2>();\n"
+                     "    __syncthreads();\n    if (t + 1 < tiles.end) cp_async_wait<2>();\n"
                      "    else cp_async_wait<0>();\n")),
             mending("a fence is no wait", r"^race.*V_smem.*(cp_async|copy)",
                     ("cp_async_wait<2>(); ", "__threadfence_block(); ")),

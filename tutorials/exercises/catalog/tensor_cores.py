@@ -14,13 +14,15 @@ STORE_P = "store4(P_smem + x * Br + (row_of(r) ^ P_swizzle(lane_col8())),"
 # At the head of a tile of cp_async
 WAIT = "    cp_async_wait<0>();\n"
 BARRIER = ("    __syncthreads();                        "
-           "// K_j and V_j are there; and all are done with K_j-1 and V_j-1\n")
-BUFFERS = "    const int buffer = j % 2 * Bc * pitch, next_buffer = (j + 1) % 2 * Bc * pitch;"
-COMMIT = "(j + 1) * Bc, Bc, p.N_k);\n      cp_async_commit();"
+           "// K_j and V_j are there; and all are done with the last ones\n")
+BUFFERS = "    const int buffer = t % 2 * Bc * pitch, next_buffer = (t + 1) % 2 * Bc * pitch;"
+COPY_V = "      copy_tile<threads>(V_smem + next_buffer, tile_index, V, p.V.stride_n, next, Bc, p.N_k);\n"
+COMMIT = COPY_V + "      cp_async_commit();"
 NEXT_TILE = """\
-    if (j + 1 < mask.end_j(i)) {            // to where K_j-1 and V_j-1 were
-      copy_tile<threads>(K_smem + next_buffer, tile_index, K, p.K.stride_n, (j + 1) * Bc, Bc, p.N_k);
-      copy_tile<threads>(V_smem + next_buffer, tile_index, V, p.V.stride_n, (j + 1) * Bc, Bc, p.N_k);
+    if (t + 1 < tiles.end) {                // to where the last K_j and V_j were
+      const int next = tiles[t + 1] * Bc;
+      copy_tile<threads>(K_smem + next_buffer, tile_index, K, p.K.stride_n, next, Bc, p.N_k);
+      copy_tile<threads>(V_smem + next_buffer, tile_index, V, p.V.stride_n, next, Bc, p.N_k);
       cp_async_commit();
     }
 """
@@ -30,22 +32,21 @@ UNDER_WAY = Probe(
     "for (int k = 0; k < Bc / 16; k++) {",
     """
 for (int k = 0; k < Bc / 16; k++) {
-if (k == 0 && j + 1 < mask.end_j(i)) {
-  const int probed = (j + 1) % 2 * Bc * pitch + tile_index(threadIdx.x / 8, threadIdx.x % 8 * 8);
+if (k == 0 && t + 1 < tiles.end) {
+  const int probed = (t + 1) % 2 * Bc * pitch + tile_index(threadIdx.x / 8, threadIdx.x % 8 * 8);
   if (float(K_smem[probed]) + float(V_smem[probed]) == 12345.f) return;
 }
 """,
-    "The result is right, but nothing overlaps: when the product P V_j begins, the copies of tile j + 1 are "
-    "not "
-    "under way. Each has been waited for already, or has not been started. The point of cp.async is that the "
-    "products run meanwhile: start the copies after S is made, and wait for them at the head of the next "
-    "tile.",
+    "The result is right, but nothing overlaps: when the product P V_j begins, the copies of the "
+    "next tile are not under way. Each has been waited for already, or has not been started. The point of "
+    "cp.async is that the products run meanwhile: start the copies after S is made, and wait for them at the "
+    "head of the next tile.",
     under_way=("K_smem", "V_smem"))
 
 WHOLE_CHUNKS = Probe(
-    "const Mask mask(p);",
+    "const Mask mask(p, b, h);",
     """
-const Mask mask(p);
+const Mask mask(p, b, h);
 for (int row = 0; row < 8; row++) for (int col = 0; col < pitch; col++)
   if (swizzled(row, col, pitch) != swizzled(row, col / 8 * 8, pitch) + col % 8) return;
 """,
@@ -305,18 +306,19 @@ must be in different banks. A plain tile, which stage mma has, is refused for it
         sections=("the head of a tile", "the next tile is on its way"),
         score=("hbm", "wavefronts", "barriers"), at_most={"barriers": 1}, probes=(UNDER_WAY,),
         specification="""
-There are two buffers each for K and V: tile j is in buffer j % 2 of K_smem and of V_smem. Before the loop the
-copies of Q and of tile 0 were started. Keep the copies one tile in front of the products.
+There are two buffers each for K and V: the t-th tile is in buffer t % 2 of K_smem and of V_smem. Its number
+is j = tiles[t]; here that is t. Before the loop the copies of Q and of the first tile were started. Keep the
+copies one tile in front of the products.
 
-First blank, the head of tile j: whatever was copied for it must be there, whichever thread copied it; and
-nobody may still be reading the buffers into which tile j + 1 will go. Then define, as const int,
+First blank, the head of a tile: whatever was copied for it must be there, whichever thread copied it; and
+nobody may still be reading the buffers into which the next tile will go. Then define, as const int,
 
-  buffer, next_buffer   how many elements after the start of K_smem (and of V_smem) tiles j and j + 1 are
+  buffer, next_buffer   how many elements after the start of K_smem (and of V_smem) tiles t and t + 1 are
 
 A buffer has Bc * pitch elements.
 
-Second blank, after S_ij is made: if there is a tile j + 1 before mask.end_j(i), start to copy its Bc rows of
-K and of V, by copy_tile, to `next_buffer`; and make the copies a group that can be waited for.
+Second blank, after S_ij is made: if t + 1 is before tiles.end, start to copy the Bc rows of K and of V of
+tile tiles[t + 1], by copy_tile, to `next_buffer`; and make the copies a group that can be waited for.
 
 cp_async_wait and cp_async_commit are explained in stages/common/ptx.cuh. A wait is for a thread's own copies.
 The check looks whether copies are under way while P V_j is made, and counts the barriers: one a tile.
@@ -324,12 +326,12 @@ The check looks whether copies are under way while P V_j is made, and counts the
         hints=(
             "Two things are needed at the head: one for this thread's copies, one for all threads. In which "
             "order?",
-            "A barrier after the wait says two things at once: everybody's copies of tile j have arrived, "
-            "and everybody has finished tile j - 1, whose buffers are those of tile j + 1.",
+            "A barrier after the wait says two things at once: everybody's copies of tile t have arrived, "
+            "and everybody has finished tile t - 1, whose buffers are those of tile t + 1.",
             "cp_async_wait<0>() waits for all groups of this thread. At the head only one is under way, "
-            "that of tile j: with <1> it would not be waited for.",
-            "copy_tile<threads>(K_smem + next_buffer, tile_index, K, p.K.stride_n, (j + 1) * Bc, Bc, p.N_k), "
-            "if j + 1 < mask.end_j(i); V likewise; then cp_async_commit()."),
+            "that of tile t: with <1> it would not be waited for.",
+            "copy_tile<threads>(K_smem + next_buffer, tile_index, K, p.K.stride_n, tiles[t + 1] * Bc, Bc, "
+            "p.N_k), if t + 1 < tiles.end; V likewise; then cp_async_commit()."),
         mutants=(
             wrong("a wait right after the commit", r"^no overlap.*not under way",
                   (COMMIT, f"{COMMIT}\n      cp_async_wait<0>();"), right_on_randn=True),
@@ -345,15 +347,13 @@ The check looks whether copies are under way while P V_j is made, and counts the
             wrong("no barrier", r"^race.*[QKV]_smem", (WAIT + BARRIER, WAIT)),
             wrong("the barrier before the wait", r"^race.*[QKV]_smem", (WAIT + BARRIER, BARRIER + WAIT)),
             wrong("one buffer for both", r"^race.*[KV]_smem",
-                  ("next_buffer = (j + 1) % 2 * Bc * pitch;", "next_buffer = buffer;")),
+                  ("next_buffer = (t + 1) % 2 * Bc * pitch;", "next_buffer = buffer;")),
             wrong("no commit", r"^race.*cp_async_wait",
-                  (COMMIT, "(j + 1) * Bc, Bc, p.N_k);")),
+                  (COMMIT, COPY_V)),
             wrong("the tile that is there already", r"^wrong result.*tile of keys is the one before",
-                  ("K, p.K.stride_n, (j + 1) * Bc, Bc, p.N_k);", "K, p.K.stride_n, j * Bc, Bc, p.N_k);"),
-                  ("V, p.V.stride_n, (j + 1) * Bc, Bc, p.N_k);", "V, p.V.stride_n, j * Bc, Bc, p.N_k);")),
+                  ("const int next = tiles[t + 1] * Bc;", "const int next = j * Bc;")),
             wrong("K only", r"^uninitialised.*V_smem",
-                  ("      copy_tile<threads>(V_smem + next_buffer, tile_index, V, p.V.stride_n, "
-                   "(j + 1) * Bc, Bc, p.N_k);\n", "")),
+                  (COPY_V, "")),
         )),
 
 
