@@ -203,8 +203,27 @@ static int mutant_of_the_environment() {{ const char* x = getenv("{NUMBER}"); re
 """
 
 
-def schema(stage: flash.Stage) -> str:
-    """The text of a stage with all mutants in it, and with its includes in place."""
+HEAD_OF_NVCC = f"""
+#include <stdlib.h>
+static int mutant_that_runs = 0;
+static __constant__ int mutant_on_the_device = 0;
+static int mutant_of_the_environment() {{
+  const char* x = getenv("{NUMBER}");
+  const int number = x ? atoi(x) : 0;
+  cudaMemcpyToSymbol(mutant_on_the_device, &number, sizeof number);
+  return number;
+}}
+#ifdef __CUDA_ARCH__
+#define MUTANT(number) (mutant_on_the_device == (number))
+#else
+#define MUTANT(number) (mutant_that_runs == (number))
+#endif
+"""
+
+
+def schema(stage: flash.Stage, head: str = HEAD) -> str:
+    """The text of a stage with all mutants in it, and with its includes in place. head: how it learns which
+    one runs, in the simulator or, with HEAD_OF_NVCC, on a GPU."""
     texts = {source.file: source.mutated() for source in sources(stage)}
     there = set()
 
@@ -226,4 +245,4 @@ def schema(stage: flash.Stage) -> str:
                   lines_of(stage.path))
     header, pragma, _ = stage.path.read_text().partition("#pragma once")
     number = header.count("\n") + 1
-    return text.replace(header, header + pragma + HEAD + f'#line {number} "{stage.path}"', 1)
+    return text.replace(header, header + pragma + head + f'#line {number} "{stage.path}"', 1)
