@@ -86,15 +86,15 @@ class Call:
     diagonal: int | None
     tiles: dict[str, int]
 
-    def wrong(self, *results) -> str:
-        """What is wrong with (O, L), or with (dQ, dK, dV); or ""."""
+    def errors(self, *results) -> dict[str, tuple[float, float]]:
+        """Those of (O, L), or of (dQ, dK, dV), and what is allowed, by name."""
         from flash_ladder import grid
 
         q, k, v, *rest = self.tensors.values()
         if self.stage.direction == "fwd":
-            return grid.wrong(grid.errors(*results, q, k, v, self.diagonal))
+            return grid.errors(*results, q, k, v, self.diagonal)
         _, do, _, dlse = rest
-        return grid.wrong(grid.gradient_errors(results, q, k, v, do, self.diagonal, None, dlse))
+        return grid.gradient_errors(results, q, k, v, do, self.diagonal, None, dlse)
 
     def __call__(self) -> str:
         """Make it, by way of the library's plans: what is wrong with the results."""
@@ -108,7 +108,7 @@ class Call:
             else:
                 o, do, lse, dlse = rest
                 results = plan.backward(q, k, v, o, lse, do, dlse, self.diagonal, None, *options, False)
-        return self.wrong(*results)
+        return grid.wrong(self.errors(*results))
 
 
 def calls(stage: flash.Stage) -> list[Call]:

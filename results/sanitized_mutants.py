@@ -23,6 +23,7 @@ from mutation import HEAD_OF_NVCC, NUMBER, Mutant, fingerprint, schema
 import flash
 
 SEED = 0                                         # of the sample
+SLACK = 4      # a stage's error on a GPU over what mutants.py allows it, and a mutant's over the stage's
 Answers = dict[str, dict[str, str]]              # by tool
 
 
@@ -129,6 +130,7 @@ class Program:
         self.source.write_text(schema(stage, HEAD_OF_NVCC))
         self.libraries: dict[tuple[str, ...], Path] = {}      # by the options that they are built with
         self.arguments: list[str] = []                        # of replay
+        self.errors: list[dict] = []                          # of the calls without a mutant
         for number, call in enumerate(self.calls):
             file = self.folder / f"call_{number}"
             file.write_bytes(call_file(call))
@@ -147,12 +149,21 @@ class Program:
         for options, library in self.libraries.items():
             yield ROOT / f"flash_{self.stage.direction}.cu", library, architecture, *options
 
-    def wrong(self, results: Path) -> str:
-        """What is wrong in a file that replay has written, or "": of the first call that is."""
-        content = results.read_bytes()
+    def wrong(self, results: Path, number: int) -> str:
+        """What is wrong in a file that replay has written, or "": of the first call that is. number: the
+        mutant's. 0 comes first; of the others an error is one that is well above its, too."""
+        from flash_ladder import grid
+
+        content, found = results.read_bytes(), []
         for call in self.calls:
-            found, content = read_results(content, call)
-            if wrong := call.wrong(*found):
+            tensors, content = read_results(content, call)
+            found.append(call.errors(*tensors))
+        if number == 0:
+            self.errors = found
+        for errors, own in zip(found, self.errors):
+            allowed = {name: SLACK * allowed if number == 0 else max(allowed, SLACK * own[name][0])
+                       for name, (_, allowed) in errors.items()}
+            if wrong := grid.wrong({name: (error, allowed[name]) for name, (error, _) in errors.items()}):
                 return f"wrong: {wrong}"
         return ""
 
@@ -165,7 +176,7 @@ def result(runs: Runs, replay: Path, program: Program, number: int) -> str:
     results = program.folder / f"results_{number}"
     output, code = run([str(replay), str(results), *program.arguments], runs.limit, {NUMBER: str(number)})
     if code == 0:
-        shown = program.wrong(results)
+        shown = program.wrong(results, number)
     else:
         shown = "hang" if code is None else f"failed: {(output.splitlines() or [str(code)])[-1]}"
     results.unlink(missing_ok=True)
@@ -197,11 +208,18 @@ def sanitize(rows: list[dict], runs: Runs, folder: Path, architecture: str,
         return begun | {"result": pool.submit(result, runs, replay.result(), programs[stem], number)}
 
     without = {stem: begin(stem, 0) for stem in stages}
+    for runs_of in without.values():                          # the mutants' results are compared with these
+        runs_of["result"].result()
     begun = [begin(stage_of(row), known[stage_of(row)][name_of(row)]) for row in rows]
-    return {"stages": {stem: {"code": fingerprint(stages[stem]), **ended(runs)}
-                       for stem, runs in without.items()},
-            "mutants": [{**{field.name: row[field.name] for field in fields(Mutant)},
-                         "stage": stage_of(row), **ended(runs)} for row, runs in zip(rows, begun)]}
+    made = []
+    for stem, runs_of in without.items():
+        print(f"{stem} without a mutant: {summary(ended(runs_of))}", flush=True)
+    for row, runs_of in zip(rows, begun):
+        made.append({field.name: row[field.name] for field in fields(Mutant)}
+                    | {"stage": stage_of(row)} | ended(runs_of))
+        print(f"{stage_of(row)}, {name_of(row)}: {summary(made[-1])}", flush=True)
+    return {"stages": {stem: {"code": fingerprint(stages[stem])} | ended(runs_of)
+                       for stem, runs_of in without.items()}, "mutants": made}
 
 
 def ended(runs: dict[str, concurrent.futures.Future]) -> dict:
@@ -279,6 +297,5 @@ def remarks(rows: list[dict], how: dict[str, str], gpu: dict) -> Iterator[str]:
 
 
 def summary(row: dict) -> str:
-    """A line on a mutant, to be printed."""
-    said = ", ".join(f"{tool} {row[tool]['verdict']}" for tool in TOOLS)
-    return f"{row['stage']}: {name_of(row)}: {said}; {row['result'] or 'result as it was'}"
+    """What came of the runs of a mutant, to be printed."""
+    return f"{', '.join(row[tool]['verdict'] for tool in TOOLS)}; {row['result'] or 'the result is right'}"

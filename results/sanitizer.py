@@ -63,17 +63,16 @@ def sanitize_corpus(runs: Runs, folder: Path, architecture: str,
              for cases in by_topic for tool in TOOLS}
     bugs = {(tool, case): pool.submit(one, runs, programs, tool, "bug", case)
             for cases in by_topic for case in cases for tool in TOOLS}
-    return {"cases": [{"topic": case.topic, "name": case.name,
-                       "bug": {tool: bugs[tool, case].result() for tool in TOOLS},
-                       "twin": {tool: twins[tool, case.topic].result()[case.name] for tool in TOOLS}}
-                      for cases in by_topic for case in cases]}
-
-
-def summary(row: dict) -> str:
-    """A line on a case, to be printed."""
-    said = {tool: row["bug"][tool]["verdict"] for tool in TOOLS}
-    false = {tool: row["twin"][tool]["verdict"] for tool in TOOLS if row["twin"][tool]["verdict"] != "clean"}
-    return f"{row['topic']}.{row['name']}: {said}{f'; its twin: {false}' if false else ''}"
+    rows = [{"topic": case.topic, "name": case.name,
+             "bug": {tool: bugs[tool, case].result() for tool in TOOLS},
+             "twin": {tool: twins[tool, case.topic].result()[case.name] for tool in TOOLS}}
+            for cases in by_topic for case in cases]
+    for row in rows:
+        said = {tool: row["bug"][tool]["verdict"] for tool in TOOLS}
+        false = {tool: row["twin"][tool]["verdict"] for tool in TOOLS
+                 if row["twin"][tool]["verdict"] != "clean"}
+        print(f"{row['topic']}.{row['name']}: {said}{f'; its twin: {false}' if false else ''}")
+    return {"cases": rows}
 
 
 # ------------------------------------------------------------------------------------------ both
@@ -93,6 +92,7 @@ def main() -> None:
 
     if not torch.cuda.is_available():
         sys.exit("needs a GPU")
+    torch.set_num_threads(1)                     # the processes of the pool have the cores
     runs = Runs(find_sanitizer(), args.limit, begun + args.most)
     major, minor = torch.cuda.get_device_capability()
     architecture = f"{major}{minor}" + "a" * (major == 9)
@@ -106,13 +106,11 @@ def main() -> None:
             rows = sanitized_mutants.sample(known, args.mutants)
             result |= {"asked": args.mutants, "of": len(sanitized_mutants.candidates(known)),
                        "seed": sanitized_mutants.SEED, **sanitized_mutants.sanitize(rows, runs, *work)}
-            said = list(map(sanitized_mutants.summary, result["mutants"]))
         else:
             result |= sanitize_corpus(runs, *work)
-            said = list(map(summary, result["cases"]))
     file = args.folder / ("mutants.json" if args.mutants else "corpus.json")
     file.write_text(json.dumps(result, indent=1) + "\n")
-    print(*said, f"{time.monotonic() - begun:.0f} s in all", sep="\n")
+    print(f"{time.monotonic() - begun:.0f} s in all")
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 and the table."""
 
 import collections
+import concurrent.futures
 import json
 import subprocess
 import sys
@@ -102,6 +103,7 @@ def test_calls_without_python(stem, wrong, replay, tmp_path, monkeypatch):
             library.symlink_to(loader.build(source, torch.device("cpu"), macros, "replayed"))
     runs = compute_sanitizer.Runs("", 100, time.monotonic() + 1000)
     assert sanitized_mutants.result(runs, replay, program, 0) == ""
+    assert all(error <= allowed for errors in program.errors for error, allowed in errors.values())
     assert sanitized_mutants.result(runs, replay, program, 2).startswith(wrong)
     over = compute_sanitizer.Runs("", 100, time.monotonic() - 1)
     assert sanitized_mutants.result(over, replay, program, 0) == "not run"
@@ -109,6 +111,30 @@ def test_calls_without_python(stem, wrong, replay, tmp_path, monkeypatch):
     broken = program.libraries[program.options(program.calls[-1])]
     broken.unlink()
     assert sanitized_mutants.result(runs, replay, program, 0).startswith("failed: library: ")
+
+
+def test_all_of_it_but_the_gpu(monkeypatch, tmp_path, capsys):
+    """What is written, where each tool says one thing; the stage without a mutant runs first."""
+    rows = [row for row in DATA["mutants"] if sanitized_mutants.stage_of(row) == "fwd_01_naive"][:2]
+    begun = []
+    monkeypatch.setattr(sanitized_mutants, "compile_cuda", lambda source, output, *_: output)
+    monkeypatch.setattr(sanitized_mutants, "result", lambda runs, replay, program, number: f"wrong: {number}")
+
+    def under(runs, tool, command, environment):
+        begun.append((tool, command[1], len(command), environment["FLASH_MUTANT"]))
+        return {"verdict": "found" if tool == "memcheck" else "clean", "message": ""}
+
+    monkeypatch.setattr(compute_sanitizer.Runs, "under", under)
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        made = sanitized_mutants.sanitize(rows, compute_sanitizer.Runs("", 1, 0), tmp_path, "90a", pool)
+    words = 2 + 2 * len(mutants.SHAPES)
+    assert begun == [(tool, "-", words, n) for n in "012" for tool in compute_sanitizer.TOOLS]
+    assert [it["result"] for it in (made["stages"]["fwd_01_naive"], *made["mutants"])] == [
+        "wrong: 0", "wrong: 1", "wrong: 2"]
+    assert [mutants.name_of(it) for it in made["mutants"]] == [mutants.name_of(row) for row in rows]
+    assert all(map(sanitized_mutants.has_run, made["mutants"]))
+    assert "fwd_01_naive without a mutant: found, clean, clean, clean; wrong: 0" in capsys.readouterr().out
+    assert json.dumps(made)
 
 
 @pytest.mark.skipif(NVCC is None, reason=WHY_NOT)
