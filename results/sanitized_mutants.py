@@ -1,8 +1,8 @@
 """Mutants of the stages (mutants.py) under compute-sanitizer: which of them, how they run, and the table.
 
-sanitizer.py runs them. All mutants of a stage are in one build, as in the simulator, and constant memory says
-which one runs. Each makes the calls of mutants.py in a process of its own, once under each tool and once
-without one, when the results are compared with PyTorch's: replay.cu.
+sanitizer.py runs them. The chosen mutants of a stage are in one build, as all are in the simulator's, and
+constant memory says which one runs. Each makes the calls of mutants.py in a process of its own (replay.cu),
+once under each tool and once without one, when the results are compared with PyTorch's.
 """
 
 import collections
@@ -11,14 +11,14 @@ import math
 import random
 import re
 import struct
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from dataclasses import fields
 from pathlib import Path
 
 import mutants
 from compute_sanitizer import ROOT, SAYS_SO, TOOLS, Runs, compile_cuda, run, says_so
 from mutants import Call, calls, name_of
-from mutation import HEAD_OF_NVCC, NUMBER, Mutant, fingerprint, schema
+from mutation import NUMBER, Mutant, fingerprint, schema_of_nvcc
 
 import flash
 
@@ -121,13 +121,13 @@ def read_results(content: bytes, call: Call) -> tuple[list, bytes]:
 
 
 class Program:
-    """The calls of a stage with all its mutants, in a folder: files, and libraries to be built."""
+    """The calls of a stage with some of its mutants, in a folder: files, and libraries to be built."""
 
-    def __init__(self, stage: flash.Stage, folder: Path):
+    def __init__(self, stage: flash.Stage, folder: Path, numbers: Container[int]):
         self.stage, self.folder, self.calls = stage, folder / stage.path.stem, calls(stage)
         self.folder.mkdir(parents=True)
         self.source = self.folder / stage.path.name
-        self.source.write_text(schema(stage, HEAD_OF_NVCC))
+        self.source.write_text(schema_of_nvcc(stage, numbers))
         self.libraries: dict[tuple[str, ...], Path] = {}      # by the options that they are built with
         self.arguments: list[str] = []                        # of replay
         self.errors: list[dict] = []                          # of the calls without a mutant
@@ -183,24 +183,28 @@ def result(runs: Runs, replay: Path, program: Program, number: int) -> str:
     return shown
 
 
-def numbers(stage: flash.Stage) -> dict[str, int]:
-    """Of a stage's mutants, by name."""
-    return {mutant.name: number for number, mutant in mutants.mutants(stage).items()}
+def numbered(rows: list[dict]) -> dict[str, dict[str, int]]:
+    """The numbers of these mutants in their stages, by stage and name."""
+    stages = {stage.path.stem: stage for stage in flash.stages()}
+    names: dict[str, set[str]] = {}
+    for row in rows:
+        names.setdefault(stage_of(row), set()).add(name_of(row))
+    return {stem: {mutant.name: number for number, mutant in mutants.mutants(stages[stem]).items()
+                   if mutant.name in chosen} for stem, chosen in names.items()}
 
 
 def sanitize(rows: list[dict], runs: Runs, folder: Path, architecture: str,
              pool: concurrent.futures.Executor) -> dict:
     """Run these mutants, and before them each of their stages without one: for the JSON file."""
-    chosen = {stage_of(row) for row in rows}
+    chosen = numbered(rows)
     stages = {stage.path.stem: stage for stage in flash.stages() if stage.path.stem in chosen}
-    programs = {stem: Program(stage, folder) for stem, stage in stages.items()}
+    programs = {stem: Program(stage, folder, chosen[stem].values()) for stem, stage in stages.items()}
     replay = pool.submit(compile_cuda, ROOT / "results" / "replay.cu", folder / "replay", architecture)
     builds = [pool.submit(compile_cuda, *build) for program in programs.values()
               for build in program.builds(architecture)]
     for build in [replay, *builds]:
         build.result()
     print(f"{len(builds)} libraries are built", flush=True)
-    known = {stem: numbers(stage) for stem, stage in stages.items()}
 
     def begin(stem: str, number: int) -> dict[str, concurrent.futures.Future]:
         command = [str(replay.result()), "-", *programs[stem].arguments]
@@ -210,7 +214,7 @@ def sanitize(rows: list[dict], runs: Runs, folder: Path, architecture: str,
     without = {stem: begin(stem, 0) for stem in stages}
     for runs_of in without.values():                          # the mutants' results are compared with these
         runs_of["result"].result()
-    begun = [begin(stage_of(row), known[stage_of(row)][name_of(row)]) for row in rows]
+    begun = [begin(stage_of(row), chosen[stage_of(row)][name_of(row)]) for row in rows]
     made = []
     for stem, runs_of in without.items():
         print(f"{stem} without a mutant: {summary(ended(runs_of))}", flush=True)

@@ -80,10 +80,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("folder", type=Path)
     parser.add_argument("--mutants", type=int, metavar="N", help="run so many mutants, and not the corpus")
-    parser.add_argument("--limit", type=float, default=30, help="seconds for one run")
+    parser.add_argument("--limit", type=float, help="seconds for one run: 30, or 60 of a mutant")
     parser.add_argument("--most", type=float, default=400, help="seconds after which no run is begun")
     args = parser.parse_args()
-    begun = time.monotonic()
+    begun, limit = time.monotonic(), args.limit or (60 if args.mutants else 30)
     if not args.folder.is_dir():
         parser.error(f"there is no folder {args.folder}")
     import torch
@@ -93,12 +93,12 @@ def main() -> None:
     if not torch.cuda.is_available():
         sys.exit("needs a GPU")
     torch.set_num_threads(1)                     # the processes of the pool have the cores
-    runs = Runs(find_sanitizer(), args.limit, begun + args.most)
+    runs = Runs(find_sanitizer(), limit, begun + args.most)
     major, minor = torch.cuda.get_device_capability()
     architecture = f"{major}{minor}" + "a" * (major == 9)
     result = {"date": str(date.today()), "device": flash.describe_device(torch.device("cuda")),
               "compute-sanitizer": version_of(runs.sanitizer), "flags": " ".join(FLAGS),
-              "limit_s": args.limit}
+              "limit_s": limit}
     with tempfile.TemporaryDirectory() as name, concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
         work = Path(name), architecture, pool
         if args.mutants:

@@ -4,6 +4,7 @@ and the table."""
 import collections
 import concurrent.futures
 import json
+import re
 import subprocess
 import sys
 import tempfile
@@ -91,7 +92,7 @@ def test_calls_without_python(stem, wrong, replay, tmp_path, monkeypatch):
     """They give what the library's own do: without a mutant the right results, and with one wrong ones."""
     monkeypatch.setenv("LD_LIBRARY_PATH", str(Path(torch.__file__).parent / "lib"))
     stage = STAGES[stem]
-    program = sanitized_mutants.Program(stage, tmp_path)
+    program = sanitized_mutants.Program(stage, tmp_path, [])
     program.source.write_text(mutation.schema(stage))
     for call in program.calls:
         q, causal = call.tensors["Q"], call.diagonal is not None
@@ -139,10 +140,11 @@ def test_all_of_it_but_the_gpu(monkeypatch, tmp_path, capsys):
 
 @pytest.mark.skipif(NVCC is None, reason=WHY_NOT)
 @pytest.mark.parametrize("stem", ["fwd_02_tiled", "fwd_17_ampere_tuned", "bwd_15_ampere_tuned"])
-def test_nvcc_compiles_all_mutants_at_once(stem, tmp_path):
+def test_nvcc_compiles_mutants_at_once(stem, tmp_path):
     """As it compiles the stage; and the code asks constant memory which one runs."""
-    program = sanitized_mutants.Program(STAGES[stem], tmp_path)
-    *_, build = program.builds("90a")
+    rows = [row for row in DATA["mutants"] if sanitized_mutants.stage_of(row) == stem][::3]
+    numbers = sanitized_mutants.numbered(rows)[stem].values()
+    *_, build = sanitized_mutants.Program(STAGES[stem], tmp_path, numbers).builds("90a")
     library = compute_sanitizer.compile_cuda(*build)
     assert b"mutant_on_the_device" in library.read_bytes()
 
@@ -154,12 +156,13 @@ def test_nvcc_compiles_the_program_that_makes_the_calls(tmp_path):
 
 
 def test_builds_are_shared():
-    """Calls of the same tiles, d and mask share a library; the number of a mutant is in no option."""
+    """Calls of the same tiles, d and mask share a library, with the mutants that are asked for."""
     with tempfile.TemporaryDirectory() as folder:
-        program = sanitized_mutants.Program(STAGES["fwd_04_flash2"], Path(folder))
+        program = sanitized_mutants.Program(STAGES["fwd_04_flash2"], Path(folder), [3, 5])
         text = program.source.read_text()
     assert len(program.arguments) == 2 * len(mutants.SHAPES) > 2 * len(program.libraries)
     assert "mutant_on_the_device == (number)" in text and 'getenv("FLASH_MUTANT")' in text
+    assert set(re.findall(r"MUTANT\((\d+)\)", text)) == {"3", "5"} and "false - false + " in text
 
 
 # ------------------------------------------------------------------------------------------ the table
