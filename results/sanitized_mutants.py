@@ -24,6 +24,7 @@ import flash
 
 SEED = 0                                         # of the sample
 SLACK = 4      # a stage's error on a GPU over what mutants.py allows it, and a mutant's over the stage's
+NAMED = 8                                        # mutants below the table
 Answers = dict[str, dict[str, str]]              # by tool
 
 
@@ -285,8 +286,9 @@ def remarks(rows: list[dict], how: dict[str, str], gpu: dict) -> Iterator[str]:
     only = [f"`{name_of(row)}`" for row in rows if how_shown(row, stages) == "finding"
             and (not (its := how[name_of(row)]) or its.startswith("wrong"))]
     if only:
-        yield (f"Of these, {len(only)} have a finding of compute-sanitizer, and none of the checker in the "
-               f"first call that shows them: {', '.join(only)}.")
+        more = f" and {len(only) - NAMED} others" if len(only) > NAMED else ""
+        yield (f"{len(only)} have a finding of compute-sanitizer, and none of the checker in the first call "
+               f"that shows them: {', '.join(only[:NAMED])}{more}.")
     false = [f"{tool} on {stem}" for stem, it in stages.items() for tool in TOOLS
              if it[tool]["verdict"] in SAYS_SO]
     yield (f"False findings in stages without a mutant, where the tool does not count: {', '.join(false)}."

@@ -25,6 +25,7 @@ import compute_sanitizer  # noqa: E402
 import mutants  # noqa: E402
 import mutation  # noqa: E402
 import sanitized_mutants  # noqa: E402
+import sanitizer  # noqa: E402
 
 STAGES = {stage.path.stem: stage for stage in flash.stages()}
 DATA = json.loads((RESULTS / "cpu" / "mutants.json").read_text())
@@ -138,6 +139,24 @@ def test_all_of_it_but_the_gpu(monkeypatch, tmp_path, capsys):
     assert json.dumps(made)
 
 
+@pytest.mark.parametrize("options, name, limit", [
+    (["--mutants", "40"], "mutants.json", 60), ([], "corpus.json", 30), (["--limit", "7"], "corpus.json", 7)])
+def test_the_command(options, name, limit, monkeypatch, tmp_path):
+    """What it writes where; the mutants are the sample's."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    monkeypatch.setattr(torch, "set_num_threads", lambda number: None)
+    monkeypatch.setattr(flash, "describe_device", lambda device: "a GPU")
+    monkeypatch.setattr(sanitizer, "find_sanitizer", lambda: "true")
+    monkeypatch.setattr(sanitizer, "sanitize_corpus", lambda *rest: {"cases": rest[2]})
+    monkeypatch.setattr(sanitized_mutants, "sanitize", lambda rows, *rest: {"mutants": len(rows)})
+    monkeypatch.setattr(sys, "argv", ["sanitizer.py", str(tmp_path), *options])
+    sanitizer.main()
+    made = json.loads((tmp_path / name).read_text())
+    assert (made["device"], made["limit_s"]) == ("a GPU", limit)
+    assert made.get("cases") == "90a" if "corpus" in name else made["mutants"] == made["asked"] == 40
+
+
 @pytest.mark.skipif(NVCC is None, reason=WHY_NOT)
 @pytest.mark.parametrize("stem", ["fwd_02_tiled", "fwd_17_ampere_tuned", "bwd_15_ampere_tuned"])
 def test_nvcc_compiles_mutants_at_once(stem, tmp_path):
@@ -196,7 +215,8 @@ def test_the_table_of_the_sample():
     assert lines["a bound smaller by one"] == "2 | 0 | 1 | 1 | 0 | 1 | 0 | 0 | 1 | 1 | 0"
     assert lines["**all**"] == "5 | 3 | 1 | 1 | 1 | 1 | 0 | 0 | 2 | 2 | 1"
     assert "1 mutants are found by warnings alone." in text
-    assert "1 have a finding of compute-sanitizer" in text and "`a.cuh: code: < - 1 (no. 2)`" in text
+    assert "1 have a finding of compute-sanitizer, and none" in text
+    assert "`a.cuh: code: < - 1 (no. 2)`" in text
     assert "does not count: racecheck on b." in text
     assert "no right result without a mutant: wrong." in text
     assert "Not done within 7 s: 1 mutants without a tool, and 0 runs" in text
