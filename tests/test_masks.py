@@ -7,6 +7,7 @@ import torch
 from conftest import DEVICES
 
 import flash
+from flash_ladder.tiles import SKIPPED, WHOLE
 
 TAKING = [s for s in flash.stages() if s.takes_masks]
 ENDS = [s for s in TAKING if s.default or s.name in ("flash2", "recompute", "deterministic")]
@@ -199,3 +200,22 @@ def test_ends_of_branches(stage, name, device):
         check(name, stage.name, None, SIZES, type_of(stage), device, gradients=False)
     else:
         check(name, None, stage.name, SIZES, type_of(stage), device)
+
+
+@pytest.mark.parametrize("sizes", [(2, 4, 75, 101), (1, 2, 200, 130)], ids=str)
+@pytest.mark.parametrize("name", NAMES)
+def test_tiles(name, sizes):
+    """The mask's file sees what the reference does; no tile with a score that counts is skipped, a whole one
+    has no other, and few are visited in vain."""
+    B, H, N_q, N_k = sizes
+    case = make(name, B, H, N_q, N_k)
+    found = case.mask.tiles(N_q, N_k, Br=16, Bc=24)
+    assert torch.equal(*torch.broadcast_tensors(found.seen, case.bias > NEG))
+    counts = torch.nn.functional.pad(found.seen.float(), (0, -N_k % 24, 0, -N_q % 16))
+    counts = counts.unflatten(3, (-1, 24)).unflatten(2, (-1, 16)).sum((3, 5))
+    rows = torch.full((counts.shape[2],), 16)
+    rows[-1] = N_q - 16 * (len(rows) - 1)
+    assert (found.kinds[counts > 0] > SKIPPED).all()
+    assert (counts == 24 * rows[:, None])[found.kinds == WHOLE].all()
+    assert ((counts == 0) & (found.kinds > SKIPPED)).sum() <= 0.05 * counts.numel()
+    assert sum(found.counts.values()) == counts.numel() and str(found.counts["cut"]) in str(found)

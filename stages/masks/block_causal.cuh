@@ -10,4 +10,10 @@ struct Rule : AnyKeys {
     const int key = of_keys.at(0, col);
     return key >= 0 && key <= of_queries.at(row, 0);
   }
+  __device__ TileKind kind(const Tile& tile) const {
+    const Extent q = extent_of(of_queries.data, of_queries.stride_row, tile.row, tile.end_row);
+    const Extent k = extent_of(of_keys.data, of_keys.stride_col, tile.col, tile.end_col);
+    if (k.least > q.greatest || k.greatest < 0) return SKIPPED;
+    return k.least < 0 ? ASK : k.greatest <= q.least ? WHOLE : CUT;
+  }
 };
