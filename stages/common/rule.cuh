@@ -95,11 +95,13 @@ __device__ TileKind kind_by(const R& rule, const Tile& tile) {
   return tile.end_col <= rule.end_key(tile.row) && tile.col >= rule.first_key(last_row) ? WHOLE : CUT;
 }
 
-// The least and the greatest of ids[first] to ids[(end - 1) * stride], found by a warp
-struct Extent { int least, greatest; };
+// The least and the greatest of ids[first * stride] to ids[(end - 1) * stride], found by a warp
+template <class T>
+struct Extent { T least, greatest; };
 
-__device__ inline Extent extent_of(const int* ids, int64_t stride, int first, int end) {
-  Extent found = {INT_MAX, INT_MIN};
+template <class T>
+__device__ Extent<T> extent_of(const T* ids, int64_t stride, int first, int end) {
+  Extent<T> found = {ids[first * stride], ids[first * stride]};
   for (int n = first + threadIdx.x % 32; n < end; n += 32) {
     found.least = min(found.least, ids[n * stride]);
     found.greatest = max(found.greatest, ids[n * stride]);
@@ -111,8 +113,9 @@ __device__ inline Extent extent_of(const int* ids, int64_t stride, int first, in
   return found;
 }
 
-// a & b: of a pair that both see. Scores go through a, then through b. `tensors`, `ints` and `floats` are how
-// many a takes. (flash_ladder writes a file with a Rule of this kind.)
+// a & b: of a pair that both see. (&, not &&: no branch between their loads.) Scores go through a, then
+// through b. `tensors`, `ints` and `floats` are how many a takes. (flash_ladder writes a file with a Rule of
+// this kind.)
 template <class A, class B, int tensors, int ints, int floats>
 struct And {
   static constexpr bool is_range = A::is_range && B::is_range, from_0 = A::from_0 && B::from_0;
@@ -123,7 +126,7 @@ struct And {
   __device__ And(const Arguments& arguments, int batch, int head)
       : a(arguments, batch, head), b(arguments.after(tensors, ints, floats), batch, head) {}
 
-  __device__ bool sees(int row, int col) const { return sees_by(a, row, col) && sees_by(b, row, col); }
+  __device__ bool sees(int row, int col) const { return sees_by(a, row, col) & sees_by(b, row, col); }
   __device__ TileKind kind(const Tile& tile) const {
     const TileKind by_a = kind_by(a, tile), by_b = kind_by(b, tile);
     if (by_a == SKIPPED || by_b == SKIPPED) return SKIPPED;
@@ -148,7 +151,7 @@ struct Or : AnyKeys {
   __device__ Or(const Arguments& arguments, int batch, int head)
       : a(arguments, batch, head), b(arguments.after(tensors, ints, floats), batch, head) {}
 
-  __device__ bool sees(int row, int col) const { return sees_by(a, row, col) || sees_by(b, row, col); }
+  __device__ bool sees(int row, int col) const { return sees_by(a, row, col) | sees_by(b, row, col); }
   __device__ TileKind kind(const Tile& tile) const {
     const TileKind by_a = kind_by(a, tile), by_b = kind_by(b, tile);
     if (by_a == WHOLE || by_b == WHOLE) return WHOLE;
