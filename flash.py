@@ -20,7 +20,7 @@ import importlib
 import sys
 from typing import TYPE_CHECKING
 
-from flash_ladder import __version__
+from flash_ladder import __version__, masks
 from flash_ladder.ahead import compile
 from flash_ladder.attention import attention, scaled_dot_product_attention
 from flash_ladder.checks import MAX_HEAD_DIM
@@ -36,7 +36,7 @@ from flash_ladder.stage import DTYPES, FIELDS, Available, Stage
 __all__ = ["BUILD", "DTYPES", "FIELDS", "MAX_HEAD_DIM", "ROOT", "STAGES", "Available", "Difference",
            "Explanation", "Report", "Stage", "__version__", "attention", "build", "build_simulator",
            "can_inspect", "compile", "default_device", "definitions", "describe_device", "diff", "explain",
-           "find_nvcc", "find_stage", "inspect", "lineage", "nvcc_version", "parent", "read_stage",
+           "find_nvcc", "find_stage", "inspect", "lineage", "masks", "nvcc_version", "parent", "read_stage",
            "scaled_dot_product_attention", "shared_memory_per_block", "stages"]
 
 if TYPE_CHECKING:

@@ -16,13 +16,25 @@ from .checks import as_bool, as_scale, check_dimensions, check_memory, check_ten
 from .inspection import current_report
 from .launch import explain_loss, stage_files
 from .loader import debug
-from .operators import Call, as_text, has_dispatch, is_plain, of_text
-from .plan import choose, find_or_convert, keep, plan_for
+from .masks import Mask, additive, as_mask, boolean
+from .masks import causal as of_causal
+from .operators import Call, as_arguments, as_text, has_dispatch, is_plain, of_text, wanted_of
+from .plan import (
+    Visible,
+    check_mask,
+    choose,
+    find_or_convert,
+    keep,
+    mask_file,
+    mask_tensors,
+    plan_for,
+)
 from .stage import Stage
 
 
 def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool = False,
-              scale: float | None = None, stage: str | Path | Stage | None = None,
+              mask: Mask | Path | None = None, scale: float | None = None,
+              stage: str | Path | Stage | None = None,
               backward: str | Path | Stage | None = None, return_lse: bool = False,
               deterministic: bool | None = None, **tiles: int):
     """softmax(scale * q k^T) v, by one stage of the ladder (FlashAttention-2, arXiv 2307.08691, section 2).
@@ -38,6 +50,8 @@ def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool
             same type and device; the last dimension contiguous, other strides any, but rows start at
             multiples of 16 bytes.
         causal: the last query sees the last key, as in FlashAttention: query i sees key j <= i + N_k - N_q.
+        mask: one of flash.masks, or a combination of them; or the pathlib.Path of a file of your own, like
+            those of stages/masks. With causal=True, what both see.
         scale: default 1 / sqrt(d).
         stage: a name (see `stages()`), the pathlib.Path of a .cuh file of your own, or None for the best that
             runs here.
@@ -61,7 +75,9 @@ def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool
     """
     if type(return_lse) is not bool:
         return_lse = as_bool("return_lse", return_lse)
-    o, lse = _attend(q, k, v, "causal", causal, scale, stage, backward, deterministic, tiles)
+    if mask is not None:
+        mask, causal = together(mask, causal), False
+    o, lse = _attend(q, k, v, "causal", causal, mask, scale, stage, backward, deterministic, tiles)
     return (o, lse) if return_lse else o
 
 
@@ -75,48 +91,65 @@ def scaled_dot_product_attention(query: torch.Tensor, key: torch.Tensor, value: 
 
     Shapes, types, stages, gradients and errors as for `attention`.
 
+    Args:
+        attn_mask: broadcast to (B, H, N_q, N_k): of bools, True where the query sees the key; or of query's
+            type, added to the scaled scores (flash.masks.additive), and differentiable.
     Raises:
-        ValueError: also for attn_mask and dropout_p, which no stage supports.
+        ValueError: also for dropout_p, which no stage supports.
+        RuntimeError: also for attn_mask together with is_causal, as in PyTorch.
     """
-    if attn_mask is not None:
-        raise ValueError("attn_mask: the stages know no mask but is_causal")
     if dropout_p != 0.0:
         raise ValueError("dropout_p: the stages know no dropout; pass 0.0")
-    return _attend(query, key, value, "is_causal", is_causal, scale, stage, backward, deterministic, {},
+    mask = None
+    if attn_mask is not None:
+        if is_causal:
+            raise RuntimeError("attn_mask and is_causal=True: pass one of them")
+        if not isinstance(attn_mask, torch.Tensor):
+            raise ValueError(f"attn_mask must be a tensor, not {type(attn_mask).__name__}")
+        mask = boolean(attn_mask) if attn_mask.dtype == torch.bool else additive(attn_mask)
+    return _attend(query, key, value, "is_causal", is_causal, mask, scale, stage, backward, deterministic, {},
                    "any" if enable_gqa else "equal")[0]
 
 
-NAMES = {"causal": ("q", "k", "v"), "is_causal": ("query", "key", "value")}  # by the mask's argument
+def together(mask, causal: bool) -> Mask:
+    """A mask and attention()'s causal."""
+    mask = as_mask(mask)
+    return of_causal() & mask if as_bool("causal", causal) else mask
+
+
+NAMES = {"causal": ("q", "k", "v"), "is_causal": ("query", "key", "value")}  # by the flag's name
 TILES = ("Br", "Bc", "Br_bwd", "Bc_bwd")
 _calls: dict[tuple, Call] = {}
 
 
-def _attend(q, k, v, mask: str, causal: bool, scale: float | None, stage, backward,
+def _attend(q, k, v, flag: str, causal: bool, mask: Mask | None, scale: float | None, stage, backward,
             deterministic: bool | None, tiles: dict[str, int], heads: str = "any"):
-    """(o, L). mask: the name of the argument `causal`, which says how the mask is aligned. heads: "any"
+    """(o, L). flag: the name of the argument `causal`, which says how that is aligned. heads: "any"
     multiple of k's, or "equal" ones."""
     if torch.compiler.is_compiling():
-        return _traced(q, k, v, mask, causal, scale, stage, backward, deterministic, tiles, heads)
+        return _traced(q, k, v, flag, causal, mask, scale, stage, backward, deterministic, tiles, heads)
     if isinstance(stage, Path):
         stage = stage.absolute()
     if isinstance(backward, Path):
         backward = backward.absolute()
-    key = _key(q, k, v, mask, causal, scale, stage, backward, deterministic, tiles, heads)
+    key = _key(q, k, v, flag, causal, mask, scale, stage, backward, deterministic, tiles, heads)
     call = _calls.get(key) if key else None
     try:
         if call and call.is_current():
             if call.dtype and q.data_ptr() and k.data_ptr() and v.data_ptr():
                 q, k, v = q.to(call.dtype), k.to(call.dtype), v.to(call.dtype)
+            of_mask = mask.bind(q, k).tensors if mask else ()
             at_q, at_k, at_v = q.data_ptr(), k.data_ptr(), v.data_ptr()
             if at_q and at_k and at_v and not (at_q | at_k | at_v) % 16:
-                return call.run(q, k, v)
-        return _check_and_run(key, q, k, v, mask, causal, scale, stage, backward, deterministic, tiles, heads)
+                return call.run(q, k, v, *of_mask)
+        return _check_and_run(key, q, k, v, flag, causal, mask, scale, stage, backward, deterministic, tiles,
+                              heads)
     except torch.AcceleratorError as error:
         explain_loss(error)
         raise
 
 
-def _key(q, k, v, mask, causal, scale, stage, backward, deterministic, tiles, heads) -> tuple | None:
+def _key(q, k, v, flag, causal, mask, scale, stage, backward, deterministic, tiles, heads) -> tuple | None:
     """All that the check and the choice of stages depend on, but addresses; None where they must be anew."""
     if not (type(causal) is bool and (scale is None or type(scale) is float)
             and (deterministic is None or type(deterministic) is bool) and current_report() is None):
@@ -127,15 +160,23 @@ def _key(q, k, v, mask, causal, scale, stage, backward, deterministic, tiles, he
             return None
         needs_gradients = torch.is_grad_enabled() and (
             q.requires_grad or k.requires_grad or v.requires_grad)
+        if mask:
+            tensors = [each.tensor for each in mask.arguments]
+            if not is_plain(*tensors):
+                return None
+            needs_gradients |= torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
         if needs_gradients and (q.is_inference() or k.is_inference() or v.is_inference()):
             return None
         device = q.device
-        key = (mask, causal, scale, stage, backward, deterministic, heads, debug(),
+        key: tuple = (flag, causal, scale, stage, backward, deterministic, heads, debug(),
                q.shape, q.stride(), q.dtype, device, k.shape, k.stride(), k.dtype, k.device,
                v.shape, v.stride(), v.dtype, v.device,
                needs_gradients,
                torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None,
                torch.are_deterministic_algorithms_enabled())
+        if mask:
+            key += (mask.text, mask.ints, mask.floats,
+                    *((x.shape, x.stride(), x.dtype, x.device, x.requires_grad) for x in tensors))
         if tiles:
             if any(isinstance(size, torch.Tensor) for size in tiles.values()):  # it may change
                 return None
@@ -156,7 +197,7 @@ class Checked:
     """
 
     tensors: list[torch.Tensor]
-    diagonal: int | None
+    visible: Visible
     scale: float
     deterministic: bool | None
     forward: tuple[Stage, dict[str, int]]
@@ -166,9 +207,9 @@ class Checked:
     operator: bool
 
 
-def checked(q, k, v, mask, causal, scale, stage, backward, deterministic, tiles, heads) -> Checked:
+def checked(q, k, v, flag, causal, mask, scale, stage, backward, deterministic, tiles, heads) -> Checked:
     """Check the arguments, those of the backward pass, too; choose the stages. Errors: as of attention()."""
-    names = NAMES[mask]
+    names = NAMES[flag]
     check_dimensions(q, k, v, names)
     if torch._C._are_functorch_transforms_active():
         raise ValueError("flash.attention() does not take part in torch.func's transforms (grad, vmap, jvp "
@@ -184,13 +225,15 @@ def checked(q, k, v, mask, causal, scale, stage, backward, deterministic, tiles,
     q, k, v = _autocast(q, k, v, stage, backward)
     check_tensors(q, k, v, names, traced=operator)
     _check_heads(q, k, heads)
-    diagonal = _diagonal(q, k, mask, causal)
+    visible = _visible(q, k, flag, causal, mask)
     if deterministic is not None:
         deterministic = as_bool("deterministic", deterministic)
     forward_tiles, backward_tiles = _split(tiles)
     scale = as_scale(scale, q.shape[3])
     forward = choose(stage, q, "fwd", deterministic, causal, **forward_tiles)
-    needs_gradients = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
+    check_mask(forward[0], visible)
+    of_mask = mask_tensors(visible)
+    needs_gradients = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v, *of_mask))
     for name, x in zip(names, (q, k, v), strict=True):
         if needs_gradients and x.is_inference():
             raise ValueError(f"{name} was made in inference mode, so autograd cannot keep it: pass "
@@ -198,10 +241,11 @@ def checked(q, k, v, mask, causal, scale, stage, backward, deterministic, tiles,
     chosen = None
     if needs_gradients or backward is not None or backward_tiles:
         backward, sizes = choose(backward, q, "bwd", deterministic, causal, **backward_tiles)
+        check_mask(backward, visible)
         # as torch.use_deterministic_algorithms() says now: it may not in the backward pass
         wanted = torch.are_deterministic_algorithms_enabled() if deterministic is None else deterministic
         chosen = backward, sizes, wanted and backward.can_be_deterministic
-    return Checked([q, k, v], diagonal, scale, deterministic, forward, chosen, needs_gradients,
+    return Checked([q, k, v], visible, scale, deterministic, forward, chosen, needs_gradients,
                    q.dtype if q.dtype != dtype else None, operator)
 
 
@@ -213,37 +257,42 @@ def _check_and_run(key: tuple | None, *arguments):
     backward, backward_tiles, deterministic = found.backward or (None, {}, False)
     if found.operator:
         return torch.ops.flash.forward(
-            q, k, v, found.diagonal, found.scale, as_text(stage), as_text(backward, q.dtype),
-            found.deterministic, tiles["Br"], tiles["Bc"], backward_tiles.get("Br"), backward_tiles.get("Bc"))
+            q, k, v, *as_arguments(found.visible), found.scale, as_text(stage), as_text(backward, q.dtype),
+            found.deterministic, tiles["Br"], tiles["Bc"], backward_tiles.get("Br"), backward_tiles.get("Bc"),
+            *wanted_of(found.visible))
     later = backward if found.needs_gradients else None
     if q.device.type == "cuda":
-        causal = found.diagonal is not None
-        build_variants(stage, q.dtype, q.shape[3], causal, q.device, False, found.scale < 0)
+        causal, mask = isinstance(found.visible, int), mask_file(found.visible)
+        build_variants(stage, q.dtype, q.shape[3], causal, q.device, False, found.scale < 0, mask)
         if later:
             dtype = q.dtype if q.dtype in later.dtypes else later.dtypes[0]
-            build_variants(later, dtype, q.shape[3], causal, q.device, deterministic, found.scale < 0)
+            build_variants(later, dtype, q.shape[3], causal, q.device, deterministic, found.scale < 0,
+                           mask)
     o = q.detach().to("meta")  # the layout that empty_like() gives it, without memory
     if o.stride(3) != 1:
         o = q.new_empty(q.shape, device="meta")
-    plan = plan_for(stage, tiles, False, found.diagonal, found.scale, {"Q": q, "K": k, "V": v, "O": o})
-    call = Call(plan, found.diagonal, found.scale, found.backward if later else None,
-                stage_files(later) if later else None, found.converted)
+    plan = plan_for(stage, tiles, False, found.visible, found.scale, {"Q": q, "K": k, "V": v, "O": o})
+    mask = mask_file(found.visible)
+    call = Call(plan, found.visible, found.scale, found.backward if later else None,
+                stage_files(later, *[mask] if mask else []) if later else None, found.converted)
     if key:
         keep(_calls, key, call)
-    return call.run(q, k, v)
+    return call.run(q, k, v, *mask_tensors(found.visible))
 
 
-def _traced(q, k, v, mask, causal, scale, stage, backward, deterministic, tiles, heads):
+def _traced(q, k, v, flag, causal, mask, scale, stage, backward, deterministic, tiles, heads):
     """The same under torch.compile and torch.export: the operator checks what cannot be traced."""
     q, k, v = _autocast(q, k, v, stage, backward)
-    check_dimensions(q, k, v, NAMES[mask])
+    check_dimensions(q, k, v, NAMES[flag])
     _check_heads(q, k, heads)
     forward_tiles, backward_tiles = _split(tiles)
     if deterministic is not None:
         deterministic = as_bool("deterministic", deterministic)
+    visible = _visible(q, k, flag, causal, mask)
     return torch.ops.flash.forward(
-        q, k, v, _diagonal(q, k, mask, causal), scale, as_text(stage), as_text(backward), deterministic,
-        forward_tiles.get("Br"), forward_tiles.get("Bc"), backward_tiles.get("Br"), backward_tiles.get("Bc"))
+        q, k, v, *as_arguments(visible), scale, as_text(stage), as_text(backward), deterministic,
+        forward_tiles.get("Br"), forward_tiles.get("Bc"), backward_tiles.get("Br"), backward_tiles.get("Bc"),
+        *wanted_of(visible))
 
 
 def _check_heads(q, k, heads: str) -> None:
@@ -251,11 +300,13 @@ def _check_heads(q, k, heads: str) -> None:
         raise ValueError(f"query has {q.shape[1]} heads and key {k.shape[1]}: pass enable_gqa=True")
 
 
-def _diagonal(q, k, mask: str, causal: bool) -> int | None:
-    """Query i sees key j <= i + this; None: all of them."""
-    if not as_bool(mask, causal):
+def _visible(q, k, flag: str, causal: bool, mask: Mask | None) -> Visible:
+    """Which pairs of a query and a key count."""
+    if mask is not None:
+        return mask.bind(q, k)
+    if not as_bool(flag, causal):
         return None
-    return k.shape[2] - q.shape[2] if mask == "causal" else 0
+    return k.shape[2] - q.shape[2] if flag == "causal" else 0
 
 
 def _split(tiles: dict[str, int]) -> tuple[dict[str, int], dict[str, int]]:

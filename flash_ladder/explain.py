@@ -11,10 +11,11 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from .attention import Checked, checked
+from .attention import Checked, checked, together
 from .compiled import Kernel, kernels_of
 from .launch import definitions
-from .plan import FLOPS_PER_COLUMN, plan_for, visible_pairs
+from .masks import Mask
+from .plan import FLOPS_PER_COLUMN, mask_file, plan_for, visible_pairs
 from .registry import why_this
 from .sources import ROOT, source_files
 from .stage import Stage
@@ -108,7 +109,8 @@ def _rows(one: Choice) -> list[str]:
 
 
 def explain(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool = False,
-            scale: float | None = None, stage: str | Path | Stage | None = None,
+            mask: Mask | Path | None = None, scale: float | None = None,
+            stage: str | Path | Stage | None = None,
             backward: str | Path | Stage | None = None, deterministic: bool | None = None,
             architecture: str | None = None, **tiles: int) -> Explanation:
     """Which stages a call of `attention` with these arguments takes and why, and what that comes to.
@@ -116,7 +118,7 @@ def explain(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool =
         print(flash.explain(q, k, v, causal=True))
 
     Args:
-        q, k, v, causal, scale, stage, backward, deterministic, tiles: as of `attention`.
+        q, k, v, causal, mask, scale, stage, backward, deterministic, tiles: as of `attention`.
         architecture: to compile for, such as "sm_80": registers and occupancy are of that. Default: the
             GPU's; without one, sm_90a.
     Returns:
@@ -125,7 +127,9 @@ def explain(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool =
     Raises:
         ValueError, RuntimeError: as `attention`. Without nvcc the table says so in the row of the kernels.
     """
-    call = checked(q, k, v, "causal", causal, scale, stage, backward, deterministic, tiles, "any")
+    if mask is not None:
+        mask, causal = together(mask, causal), False
+    call = checked(q, k, v, "causal", causal, mask, scale, stage, backward, deterministic, tiles, "any")
     q, k, v = call.tensors
     if architecture is None:
         architecture = WITHOUT_GPU
@@ -136,8 +140,8 @@ def explain(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool =
     chosen = None
     if call.backward:
         chosen = _choice(call, "bwd", backward, *call.backward, tiles, deterministic, architecture)
-    mask = "causal" if causal else "no mask"
-    title = (f"q {tuple(q.shape)}, k and v {tuple(k.shape)}, {str(q.dtype).removeprefix('torch.')}, {mask}, "
+    said = str(mask) if mask else "causal" if causal else "no mask"
+    title = (f"q {tuple(q.shape)}, k and v {tuple(k.shape)}, {str(q.dtype).removeprefix('torch.')}, {said}, "
              f"on {q.device}")
     return Explanation(title, forward, chosen)
 
@@ -149,8 +153,10 @@ def _choice(call: Checked, direction: str, asked, stage: Stage, tiles: dict[str,
     tensors: dict[str, torch.Tensor | None] = {"Q": q, "K": k, "V": v, "O": q}
     if direction == "bwd":
         tensors |= {"dO": q, "dQ": q, "dK": k, "dV": v}
-    plan = plan_for(stage, tiles, deterministic, call.diagonal, call.scale, tensors)
-    macros = definitions(stage, q.dtype, d, call.diagonal is not None, tiles, deterministic, call.scale < 0)
+    plan = plan_for(stage, tiles, deterministic, call.visible, call.scale, tensors)
+    causal = isinstance(call.visible, int)
+    macros = definitions(stage, q.dtype, d, causal, tiles, deterministic, call.scale < 0,
+                         mask_file(call.visible))
     kernels: list[Kernel] = []
     problem = ""
     try:
@@ -159,7 +165,6 @@ def _choice(call: Checked, direction: str, asked, stage: Stage, tiles: dict[str,
         problem = str(error)
     suffix = "_bwd" * (direction == "bwd")
     named = [name for name in tiles if f"{name}{suffix}" in asked_tiles]
-    causal = call.diagonal is not None
     if named:
         why_tiles = f"{' and '.join(named)} by the call"
     elif tiles == stage.default_tiles(d, 1 << (B * H * N_q).bit_length() - 1, causal):
@@ -169,6 +174,6 @@ def _choice(call: Checked, direction: str, asked, stage: Stage, tiles: dict[str,
     return Choice(
         stage, why_this(stage, asked, q.dtype, q.device, wanted, d), tiles, why_tiles,
         stage.shared_bytes(d, tiles), plan.workspace_bytes,
-        FLOPS_PER_COLUMN[direction] * B * H * d * visible_pairs(N_q, N_k, call.diagonal),
+        FLOPS_PER_COLUMN[direction] * B * H * d * visible_pairs(N_q, N_k, call.visible),
         stage.hbm_bytes(B, H, N_q, N_k, d, H_kv=H_kv, **tiles), architecture, tuple(kernels), problem,
         tuple(source_files(ROOT / f"flash_{direction}.cu", stage.path)))

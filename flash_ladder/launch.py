@@ -38,7 +38,8 @@ class Tensor(ctypes.Structure):
 class MaskTensor(ctypes.Structure):
     """struct MaskTensor of stages/common/mask_params.cuh."""
 
-    _fields_ = [("data", ctypes.c_void_p), *((f"stride_{x}", ctypes.c_int64) for x in ("b", "h", "row", "col"))]
+    _fields_ = [("data", ctypes.c_void_p),
+                *((f"stride_{x}", ctypes.c_int64) for x in ("b", "h", "row", "col"))]
 
 
 class MaskParams(ctypes.Structure):
@@ -91,24 +92,25 @@ class Files:
         return unchanged
 
 
-def stage_files(stage: Stage) -> Files:
-    """All that a stage is compiled from; and its folder, since where none is named a new one may be taken."""
-    return Files([*source_files(ROOT / f"flash_{stage.direction}.cu", stage.path), STAGES])
+def stage_files(stage: Stage, *others: Path) -> Files:
+    """All that a stage is compiled from, and what `others` are; and its folder, since where none is named a
+    new one may be taken."""
+    return Files([*source_files(ROOT / f"flash_{stage.direction}.cu", stage.path, *others), STAGES])
 
 
 class Library:
-    """A stage compiled for a device and certain macros.
+    """flash_fwd.cu, flash_bwd.cu or flash_mask.cu, compiled for a device and certain macros.
 
     run(params, stream) launches it, and returns null or what went wrong; workspace_bytes(params) says how
-    much scratch memory it wants. Both take the address of a FwdParams or BwdParams.
+    much scratch memory it wants. Both take the address of a `struct`. subject: what errors are about.
     """
 
-    def __init__(self, stage: Stage, macros: dict[str, str | Path], device: torch.device):
-        entry, struct = f"flash_{stage.direction}", PARAMS[stage.direction]
+    def __init__(self, entry: str, struct: Any, macros: dict[str, str | Path], device: torch.device,
+                 name: str, subject: Stage | str):
         source = ROOT / f"{entry}.cu"
-        self.stage = stage
-        self.files = stage_files(stage)  # before they are read
-        name = f"{stage.direction}_{stage.name}"
+        self.subject = subject
+        included = [value for value in macros.values() if isinstance(value, Path)]
+        self.files = Files([*source_files(source, *included), STAGES])  # before they are read
         library = ctypes.CDLL(str(build(source, device, macros, name, current_report() is not None)))
         run, workspace_bytes = library[entry], library[f"{entry}_workspace_bytes"]
         run.restype, run.argtypes = ctypes.c_char_p, [ctypes.c_void_p, ctypes.c_void_p]
@@ -116,8 +118,8 @@ class Library:
         workspace_bytes.restype = params_bytes.restype = ctypes.c_size_t
         workspace_bytes.argtypes = [ctypes.c_void_p]
         if params_bytes() != ctypes.sizeof(struct):
-            raise RuntimeError(f"{struct.__name__} in {source.name} and its twin in launch.py differ: "
-                               "make them the same")
+            raise RuntimeError(f"{struct.__name__} in {source.name} and its twin in Python differ: make "
+                               "them the same")
         self.run: Callable[[Any, int | None], bytes | None] = run
         self.workspace_bytes: Callable[[Any], int] = workspace_bytes
         if device.type == "cpu":
@@ -125,7 +127,7 @@ class Library:
 
     def failure(self, error: bytes) -> RuntimeError:
         """What run() returned, to be raised."""
-        return _failure(self.stage, resolve_addresses(error.decode(errors="replace")))
+        return _failure(self.subject, resolve_addresses(error.decode(errors="replace")))
 
     def _contain(self, library: ctypes.CDLL, *host_code: Any) -> None:
         """Let the simulator call the host code, so that its faults become errors, too."""
@@ -159,8 +161,8 @@ def explain_loss(error: Exception) -> None:
         raise _failure(latest[0], str(error).splitlines()[0]) from error
 
 
-def _failure(stage: Stage, text: str) -> RuntimeError:
-    return RuntimeError(f"{stage}: {text}{ADVICE if is_lost(text) else ''}")
+def _failure(subject: Stage | str, text: str) -> RuntimeError:
+    return RuntimeError(f"{subject}: {text}{ADVICE if is_lost(text) else ''}")
 
 
 _libraries: dict[tuple, Library] = {}  # by stage's file, macros, target, debug, checker
@@ -173,7 +175,9 @@ def load(stage: Stage, macros: dict[str, str | Path], device: torch.device) -> L
     key = (stage.path, tuple(macros.items()), target, debug(), report and report.runtime)
     library = _libraries.get(key)
     if library is None or not library.files.are_unchanged():
-        library = _libraries[key] = Library(stage, macros, device)
+        direction = stage.direction
+        library = _libraries[key] = Library(f"flash_{direction}", PARAMS[direction], macros, device,
+                                            f"{direction}_{stage.name}", stage)
     return library
 
 

@@ -15,9 +15,11 @@ from torch.autograd import forward_ad
 from torch.utils.flop_counter import register_flop_formula
 
 from .checks import check_tangent, check_tensors
+from .masks import Bound
 from .plan import (
     FLOPS_PER_COLUMN,
     Plan,
+    Visible,
     backward,
     choose,
     empty_like,
@@ -41,49 +43,53 @@ class Call:
     dtype: that autocast asks for, or None.
     """
 
-    __slots__ = ("plan", "diagonal", "scale", "backward", "files", "dtype")
+    __slots__ = ("plan", "visible", "scale", "backward", "files", "dtype")
 
-    def __init__(self, plan: Plan, diagonal: int | None, scale: float, backward, files, dtype):
-        self.plan, self.diagonal, self.scale, self.backward = plan, diagonal, scale, backward
-        self.files, self.dtype = files, dtype
+    def __init__(self, plan: Plan, visible: Visible, scale: float, backward, files, dtype):
+        self.plan, self.scale, self.backward, self.files, self.dtype = plan, scale, backward, files, dtype
+        self.visible = visible.with_tensors(()) if isinstance(visible, Bound) else visible
 
     def is_current(self) -> bool:
         return self.plan.is_current() and (self.files is None or self.files.are_unchanged())
 
-    def run(self, q, k, v) -> tuple[torch.Tensor, torch.Tensor]:
-        """(o, L), differentiable if it has a backward stage."""
-        return _Attention.apply(q, k, v, self) if self.backward else self.forward(q, k, v)
+    def run(self, q, k, v, *of_mask) -> tuple[torch.Tensor, torch.Tensor]:
+        """(o, L), differentiable if it has a backward stage. of_mask: the mask's tensors."""
+        if self.backward:
+            return _Attention.apply(q, k, v, self, *of_mask)
+        return self.forward(q, k, v, *of_mask)
 
-    def forward(self, q, k, v) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(self, q, k, v, *of_mask) -> tuple[torch.Tensor, torch.Tensor]:
         o, lse = forward_outputs(q)
-        run(self.plan, {"Q": q, "K": k, "V": v, "O": o, "L": lse})
+        run(self.plan, {"Q": q, "K": k, "V": v, "O": o, "L": lse}, *of_mask)
         return o, lse
 
 
 class _Attention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, q, k, v, call):
+    def forward(ctx, q, k, v, call, *of_mask):
         ctx.call = call
         ctx.set_materialize_grads(False)  # None for an output that the loss does not depend on
-        o, lse = call.forward(q, k, v)
-        ctx.save_for_backward(q, k, v, o, lse)
+        o, lse = call.forward(q, k, v, *of_mask)
+        ctx.save_for_backward(q, k, v, o, lse, *of_mask)
         return o, lse
 
     @staticmethod
     def backward(ctx, dO, dL):
-        q, k, v, o, lse = ctx.saved_tensors
+        q, k, v, o, lse, *of_mask = ctx.saved_tensors
         if dO is None:  # the loss depends on L alone
             dO = torch.zeros_like(o)
         call = ctx.call
         stage, tiles, deterministic = call.backward
+        visible = call.visible.with_tensors(of_mask) if of_mask else call.visible
         if torch.is_grad_enabled() or not is_plain(q, k, v, o, lse, dO):
-            gradients = torch.ops.flash.backward(q, k, v, o, lse, dO, dL, call.diagonal, call.scale,
+            gradients = torch.ops.flash.backward(q, k, v, o, lse, dO, dL, *as_arguments(visible), call.scale,
                                                  as_text(stage, q.dtype), deterministic, tiles["Br"],
-                                                 tiles["Bc"])
+                                                 tiles["Bc"], *wanted_of(visible))
+            gradients = (*gradients[:3], *spread(gradients[3], visible))
         else:
-            gradients = backward(q, k, v, o, lse, dO, dL, call.diagonal, call.scale, stage, tiles,
-                                 deterministic)
-        return (*(x if need else None for x, need in zip(gradients, ctx.needs_input_grad)), None)
+            gradients = backward(q, k, v, o, lse, dO, dL, visible, call.scale, stage, tiles, deterministic)
+        gradients = (*gradients[:3], None, *gradients[3:])
+        return tuple(x if need else None for x, need in zip(gradients, ctx.needs_input_grad))
 
 
 def has_dispatch(*tensors: torch.Tensor) -> bool:
@@ -112,26 +118,55 @@ def of_text(stage: str | None) -> str | Path | None:
 
 
 # ------------------------------------------------------------------------------------------ the operators
-# A stage is given as text, its name or its file's path; None as in attention().
-_OPTIONS = "SymInt? diagonal, float? scale, str? stage"
+# A stage is given as text, its name or its file's path; None as in attention(). Which pairs count: diagonal,
+# or a mask's text and arguments, or neither.
+_VISIBLE = "SymInt? diagonal, str? mask, Tensor[] mask_tensors, SymInt[] ints, float[] floats"
+_OPTIONS = f"{_VISIBLE}, float? scale, str? stage"
+
+
+def as_arguments(visible: Visible) -> tuple:
+    """Those of _VISIBLE."""
+    if isinstance(visible, Bound):
+        return None, visible.text, list(visible.tensors), list(visible.ints), list(visible.floats)
+    return visible, None, [], [], []
+
+
+def _visible(diagonal, mask, tensors, ints, floats, kinds=(), wanted=()) -> Visible:
+    if mask is None:
+        return diagonal
+    names = tuple(f"tensor_{n}" for n in range(len(tensors)))
+    return Bound(mask, tuple(tensors), tuple(ints), tuple(floats), tuple(kinds), tuple(wanted), names)
+
+
+def wanted_of(visible: Visible) -> tuple[list[str], list[bool]]:
+    """Of which kind the gradients of the mask's tensors are, and which are wanted."""
+    return (list(visible.kinds), list(visible.wanted)) if isinstance(visible, Bound) else ([], [])
+
+
+def spread(gradients: list[torch.Tensor], visible: Visible) -> list[torch.Tensor | None]:
+    """An operator returns those that are wanted alone."""
+    waiting = iter(gradients)
+    return [next(waiting) if wanted else None for wanted in wanted_of(visible)[1]]
 
 
 @torch.library.custom_op(
     "flash::forward", mutates_args=(),
     schema=f"(Tensor q, Tensor k, Tensor v, {_OPTIONS}, str? backward, bool? deterministic, int? Br, "
-           "int? Bc, int? Br_bwd, int? Bc_bwd) -> (Tensor o, Tensor L)")
-def _forward_op(q, k, v, diagonal, scale, stage, backward, deterministic, Br, Bc, Br_bwd, Bc_bwd):
+           "int? Bc, int? Br_bwd, int? Bc_bwd, str[] kinds, bool[] wanted) -> (Tensor o, Tensor L)")
+def _forward_op(q, k, v, diagonal, mask, mask_tensors, ints, floats, scale, stage, backward, deterministic,
+                Br, Bc, Br_bwd, Bc_bwd, kinds, wanted):
     q, k, v = (x.resolve_neg() for x in (q, k, v))
     check_tensors(q, k, v)
-    return forward(q, k, v, diagonal, scale,
+    return forward(q, k, v, _visible(diagonal, mask, mask_tensors, ints, floats), scale,
                    *choose(of_text(stage), q, "fwd", deterministic, diagonal is not None, Br=Br, Bc=Bc))
 
 
 @_forward_op.register_fake
-def _(q, k, v, diagonal, scale, stage, backward, deterministic, Br, Bc, Br_bwd, Bc_bwd):
+def _(q, k, v, diagonal, mask, mask_tensors, ints, floats, scale, stage, backward, deterministic, Br, Bc,
+      Br_bwd, Bc_bwd, kinds, wanted):
     check_tensors(q, k, v, traced=True)
     choose(of_text(stage), q, "fwd", deterministic, diagonal is not None, Br=Br, Bc=Bc)
-    gradients = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
+    gradients = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v, *mask_tensors))
     if gradients or (backward, Br_bwd, Bc_bwd) != (None, None, None):
         choose(of_text(backward), q, "bwd", deterministic, diagonal is not None, Br=Br_bwd, Bc=Bc_bwd)
     return empty_like(q), q.new_empty(q.shape[:3], dtype=torch.float32)
@@ -140,8 +175,10 @@ def _(q, k, v, diagonal, scale, stage, backward, deterministic, Br, Bc, Br_bwd, 
 @torch.library.custom_op(
     "flash::backward", mutates_args=(),
     schema=f"(Tensor q, Tensor k, Tensor v, Tensor o, Tensor L, Tensor dO, Tensor? dL, {_OPTIONS}, "
-           "bool deterministic, int? Br, int? Bc) -> (Tensor dq, Tensor dk, Tensor dv)")
-def _backward_op(q, k, v, o, L, dO, dL, diagonal, scale, stage, deterministic, Br, Bc):
+           "bool deterministic, int? Br, int? Bc, str[] kinds, bool[] wanted) -> "
+           "(Tensor dq, Tensor dk, Tensor dv, Tensor[] of_mask)")
+def _backward_op(q, k, v, o, L, dO, dL, diagonal, mask, mask_tensors, ints, floats, scale, stage,
+                 deterministic, Br, Bc, kinds, wanted):
     q, k, v = (x.resolve_neg() for x in (q, k, v))
     check_tensors(q, k, v)
     rows = q.shape[:3], torch.float32
@@ -153,35 +190,45 @@ def _backward_op(q, k, v, o, L, dO, dL, diagonal, scale, stage, deterministic, B
             raise ValueError(f"{name} must have shape {tuple(shape)} and type {dtype} and be on {q.device}; "
                              f"it has {tuple(x.shape)} and {x.dtype} and is on {x.device}")
         check_tangent(name, x)
-    return backward(q, k, v, o, L, dO, dL, diagonal, scale,
-                    *choose(of_text(stage), q, "bwd", deterministic, diagonal is not None, Br=Br, Bc=Bc),
-                    deterministic)
+    dq, dk, dv, *of_mask = backward(
+        q, k, v, o, L, dO, dL, _visible(diagonal, mask, mask_tensors, ints, floats, kinds, wanted), scale,
+        *choose(of_text(stage), q, "bwd", deterministic, diagonal is not None, Br=Br, Bc=Bc), deterministic)
+    return dq, dk, dv, [x for x in of_mask if x is not None]
 
 
 @_backward_op.register_fake
-def _(q, k, v, o, L, dO, dL, diagonal, scale, stage, deterministic, Br, Bc):
+def _(q, k, v, o, L, dO, dL, diagonal, mask, mask_tensors, ints, floats, scale, stage, deterministic, Br, Bc,
+      kinds, wanted):
     check_tensors(q, k, v, traced=True)
     choose(of_text(stage), q, "bwd", deterministic, diagonal is not None, Br=Br, Bc=Bc)
-    return empty_like(q), empty_like(k), empty_like(v)
+    of_mask = [x.new_empty(x.shape) for x, needed in zip(mask_tensors, wanted) if needed]
+    return empty_like(q), empty_like(k), empty_like(v), of_mask
 
 
 def _save(ctx, inputs, output) -> None:
-    q, k, v, diagonal, scale, _, backward, deterministic, _, _, Br, Bc = inputs
+    (q, k, v, diagonal, mask, mask_tensors, ints, floats, scale, _, backward, deterministic, _, _, Br, Bc,
+     kinds, wanted) = inputs
     if deterministic is None and torch.are_deterministic_algorithms_enabled():  # it may not be by then
         stage, _ = choose(of_text(backward), q, "bwd", None, diagonal is not None, Br=Br, Bc=Bc)
         deterministic = stage.can_be_deterministic
-    ctx.save_for_backward(q, k, v, *output)
+    ctx.save_for_backward(q, k, v, *output, *mask_tensors)
     ctx.set_materialize_grads(False)  # None for an output that the loss does not depend on
-    ctx.options = diagonal, scale, backward, bool(deterministic), Br, Bc
+    ctx.visible = diagonal, mask, ints, floats
+    ctx.options = scale, backward, bool(deterministic), Br, Bc, kinds, wanted
 
 
 def _differentiate(ctx, dO, dL):
-    q, k, v, o, L = ctx.saved_tensors
+    q, k, v, o, L, *of_mask = ctx.saved_tensors
     if dO is None:  # the loss depends on L alone
         dO = torch.zeros_like(o)
-    gradients = torch.ops.flash.backward(q, k, v, o, L, dO, dL, *ctx.options)
+    diagonal, mask, ints, floats = ctx.visible
+    *gradients, by_mask = torch.ops.flash.backward(q, k, v, o, L, dO, dL, diagonal, mask, of_mask, ints,
+                                                   floats, *ctx.options)
     needed = (x if need else None for x, need in zip(gradients, ctx.needs_input_grad))
-    return (*needed, *[None] * 9)
+    waiting = iter(by_mask)
+    wanted = ctx.options[-1]
+    by_tensors = [next(waiting) if want else None for want in wanted] or [None] * len(of_mask)
+    return (*needed, None, None, by_tensors, *[None] * 12)
 
 
 _forward_op.register_autograd(_differentiate, setup_context=_save)
@@ -202,7 +249,8 @@ def _flops(q, k, diagonal: int | None, of_a_column: int) -> int:
 
 @register_flop_formula(torch.ops.flash.forward)
 def _forward_flops(q, k, v, diagonal, *_, out_shape=None, **__) -> int:
-    """For FlopCounterMode: the two products, over the pairs of a query and a key that it sees."""
+    """For FlopCounterMode: the two products, over the pairs of a query and a key that it sees; with a mask,
+    over all pairs."""
     return _flops(q, k, diagonal, FLOPS_PER_COLUMN["fwd"])
 
 

@@ -10,14 +10,17 @@ import contextlib
 import ctypes
 import functools
 import warnings
+from pathlib import Path
 
 import torch
 
 from .checks import aligned, as_scale
 from .devices import shared_memory_per_block
 from .inspection import current_report
-from .launch import PARAMS, Library, Tensor, definitions, explain_loss, latest, load
+from .launch import PARAMS, Library, MaskTensor, Tensor, definitions, explain_loss, latest, load
 from .loader import debug
+from .masks import Bound, gradients_of
+from .masks import strides_of as mask_strides_of
 from .registry import find_stage, stages
 from .stage import MANY, Stage
 
@@ -28,6 +31,8 @@ OUTPUTS = {"fwd": ("O", "L"), "bwd": ("dQ", "dK", "dV")}
 VECTORS = ("L", "dL")                    # contiguous: an address without strides
 FLOPS_PER_COLUMN = {"fwd": 4, "bwd": 10}  # of a pair of a query and a key that it sees
 MOST_PLANS = 4096                        # kept; the oldest goes first
+
+Visible = int | Bound | None             # query i sees key j <= i + this; what a mask says; all of them
 
 
 def choose(stage, q: torch.Tensor, direction: str = "fwd", deterministic: bool | None = False,
@@ -68,31 +73,36 @@ class Plan:
 
     Args:
         tensors: by their names in FwdParams or BwdParams; None for one that is left out.
-        diagonal: query i sees key j <= i + diagonal; None: all of them.
+        visible: which pairs of a query and a key count.
         scale: as as_scale gave it.
     """
 
-    __slots__ = ("stage", "library", "device", "_at", "_template", "_words", "_workspace_floats", "_macros")
+    __slots__ = ("stage", "library", "device", "visible", "_at", "_template", "_words", "_workspace_floats")
 
-    def __init__(self, stage: Stage, tiles: dict[str, int], deterministic: bool, diagonal: int | None,
+    def __init__(self, stage: Stage, tiles: dict[str, int], deterministic: bool, visible: Visible,
                  scale: float, tensors: dict[str, torch.Tensor | None]):
         q, k = tensors["Q"], tensors["K"]
         struct = PARAMS[stage.direction]
+        diagonal = visible if isinstance(visible, int) else 0
         params = struct(B=q.shape[0], H=q.shape[1], H_kv=k.shape[1], N_q=q.shape[2], N_k=k.shape[2],
-                        diagonal=diagonal or 0, scale=scale)
-        params.mask.ints[0] = diagonal or 0
+                        diagonal=diagonal, scale=scale)
+        params.mask.B = params.mask.H = 1
+        params.mask.ints[0] = diagonal
         for name, x in tensors.items():
             if x is not None and name not in VECTORS:
                 setattr(params, name, Tensor(None, *strides_of(x)))
         self.stage, self.device = stage, q.device
-        self._macros = definitions(stage, q.dtype, q.shape[3], diagonal is not None, tiles, deterministic,
-                                   scale < 0)
-        self.library: Library = load(stage, self._macros, q.device)
+        self.visible = visible.with_tensors(()) if isinstance(visible, Bound) else visible
+        at = [getattr(struct, name).offset for name in TENSORS[stage.direction]]
+        if isinstance(visible, Bound):
+            at += fill_mask(params.mask, visible, struct.mask.offset)
+        macros = definitions(stage, q.dtype, q.shape[3], isinstance(visible, int), tiles, deterministic,
+                             scale < 0, mask_file(visible))
+        self.library: Library = load(stage, macros, q.device)
         self._workspace_floats = -(-self.library.workspace_bytes(ctypes.byref(params)) // 4)
         self._template = bytes(params)
         self._words = ctypes.c_uint64 * (len(self._template) // 8)  # a Tensor begins with its address
-        self._at = [getattr(struct, name).offset // 8
-                    for name in (*TENSORS[stage.direction], "workspace")]
+        self._at = [offset // 8 for offset in (*at, struct.workspace.offset)]
 
     @property
     def workspace_bytes(self) -> int:
@@ -140,18 +150,46 @@ class Plan:
         outputs[self.stage.workspace] = torch.empty(self._workspace_floats, dtype=torch.float32,
                                                     device=device)
         params = PARAMS[direction].from_buffer_copy(self._template)
-        with report.guarded(inputs, outputs) as at:
+        own = dict(zip(self._mask_names(), tensors[len(TENSORS[direction]):]))
+        gradient = own.pop(GRADIENT, None)
+        if gradient is not None:
+            outputs[GRADIENT] = gradient
+        with report.guarded(inputs | own, outputs) as at:
             for name in named:
                 address = at[name].data_ptr()
                 setattr(params, name, address if name in VECTORS else Tensor(address, *strides_of(at[name])))
+            for n, name in enumerate(own):
+                params.mask.tensors[n] = MaskTensor(at[name].data_ptr(), *mask_strides_of(at[name]))
+            if gradient is not None:
+                at[GRADIENT].zero_()
+                params.mask.gradient = at[GRADIENT].data_ptr()
             params.workspace = at[self.stage.workspace].data_ptr()
             error = self.library.run(ctypes.byref(params), None)
         if error is not None:
             raise self.library.failure(error)
         q, k = named["Q"], named["K"]
-        diagonal = params.diagonal if self._macros["CAUSAL"] == "1" else None
         report.flops += (FLOPS_PER_COLUMN[direction] * q.shape[0] * q.shape[1] * q.shape[3]
-                         * visible_pairs(q.shape[2], k.shape[2], diagonal))
+                         * visible_pairs(q.shape[2], k.shape[2], self.visible))
+
+    def _mask_names(self) -> list[str]:
+        if not isinstance(self.visible, Bound):
+            return []
+        names = [f"mask.{name}" for name in self.visible.names]
+        return [*(f"{name}_{n}" if name in names[:n] else name for n, name in enumerate(names)), GRADIENT]
+
+
+GRADIENT = "dMask"
+
+
+def fill_mask(params, visible: Bound, start: int) -> list[int]:
+    """Write a mask's arguments, but addresses, to a MaskParams; where those come, in bytes."""
+    params.B, params.H = visible.extents
+    params.ints[:len(visible.ints)] = visible.ints
+    params.floats[:len(visible.floats)] = visible.floats
+    for n, x in enumerate(visible.tensors):
+        params.tensors[n] = MaskTensor(None, *mask_strides_of(x))
+    at = [start + n * ctypes.sizeof(MaskTensor) for n in range(len(visible.tensors))]
+    return [*at, start + type(params).gradient.offset]
 
 
 def strides_of(x: torch.Tensor) -> list[int]:
@@ -163,19 +201,20 @@ def strides_of(x: torch.Tensor) -> list[int]:
 _plans: dict[tuple, Plan] = {}
 
 
-def plan_for(stage: Stage, tiles: dict[str, int], deterministic: bool, diagonal: int | None, scale: float,
+def plan_for(stage: Stage, tiles: dict[str, int], deterministic: bool, visible: Visible, scale: float,
              tensors: dict[str, torch.Tensor | None]) -> Plan:
     """The plan of a call, out of the cache or made; compiled if it is not, or no longer as its files are.
 
     tensors: by name, of which just the layouts count; L and dL may be left out.
     """
     q, report = tensors["Q"], current_report()
-    key = (stage, *tiles.values(), deterministic, diagonal, scale, q.dtype, q.device, debug(),
+    key = (stage, *tiles.values(), deterministic,
+           visible.layout if isinstance(visible, Bound) else visible, scale, q.dtype, q.device, debug(),
            report and report.runtime,
            *((x.shape, x.stride()) for name, x in tensors.items() if name not in VECTORS))
     plan = _plans.get(key)
     if plan is None or not plan.is_current():
-        plan = Plan(stage, tiles, deterministic, diagonal, scale, tensors)
+        plan = Plan(stage, tiles, deterministic, visible, scale, tensors)
         keep(_plans, key, plan)
     return plan
 
@@ -188,12 +227,28 @@ def keep(cache: dict, key: tuple, value) -> None:
     cache[key] = value
 
 
-def forward(q, k, v, diagonal: int | None, scale: float | None, stage: Stage, tiles: dict[str, int]):
-    """(o, L), for tensors that check_tensors passed. diagonal: None for no mask."""
+def forward(q, k, v, visible: Visible, scale: float | None, stage: Stage, tiles: dict[str, int]):
+    """(o, L), for tensors that check_tensors passed."""
     o, lse = forward_outputs(q)
     tensors = {"Q": q, "K": k, "V": v, "O": o, "L": lse}
-    run(plan_for(stage, tiles, False, diagonal, as_scale(scale, q.shape[3]), tensors), tensors)
+    run(plan_for(stage, tiles, False, visible, as_scale(scale, q.shape[3]), tensors), tensors,
+        *mask_tensors(visible))
     return o, lse
+
+
+def check_mask(stage: Stage, visible: Visible) -> None:
+    """Raise ValueError for a mask and a stage that takes none."""
+    if isinstance(visible, Bound) and not stage.takes_masks:
+        raise ValueError(f"{stage} takes no mask but `causal`: flash2, recompute and what grew from them "
+                         "take any")
+
+
+def mask_file(visible: Visible) -> Path | None:
+    return visible.file if isinstance(visible, Bound) else None
+
+
+def mask_tensors(visible: Visible) -> tuple[torch.Tensor, ...]:
+    return visible.tensors if isinstance(visible, Bound) else ()
 
 
 def forward_outputs(q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -207,39 +262,51 @@ def empty_like(x: torch.Tensor) -> torch.Tensor:
     return like if like.stride(3) == 1 else torch.empty(x.shape, dtype=x.dtype, device=x.device)
 
 
-def backward(q, k, v, o, lse, do, dlse, diagonal: int | None, scale: float | None, stage: Stage,
+def backward(q, k, v, o, lse, do, dlse, visible: Visible, scale: float | None, stage: Stage,
              tiles: dict[str, int], deterministic: bool):
-    """(dq, dk, dv), from what forward was given and gave. dlse: None for zeros. deterministic: the macro.
+    """(dq, dk, dv, *the mask's), from what forward was given and gave. dlse: None for zeros. deterministic:
+    the macro. Of a mask without gradients there are none, else one for each of its tensors.
 
     If the stage does not take their type, by way of float32: see find_or_convert().
     """
     if q.dtype not in stage.dtypes:
         wide = stage.dtypes[0]
-        gradients = backward(q.to(wide), k.to(wide), v.to(wide), o.to(wide), lse, do.to(wide), dlse, diagonal,
+        if isinstance(visible, Bound):
+            kinds = zip(visible.tensors, visible.kinds)
+            visible = visible.with_tensors([x.to(wide) if kind == "elements" else x for x, kind in kinds])
+        gradients = backward(q.to(wide), k.to(wide), v.to(wide), o.to(wide), lse, do.to(wide), dlse, visible,
                              scale, stage, tiles, deterministic)
-        return tuple(x.to(q.dtype) for x in gradients)
+        return tuple(x if x is None else x.to(q.dtype) for x in gradients)
+    tensors = {"Q": q, "K": k, "V": v, "O": aligned(o), "dO": aligned(do), "L": lse.contiguous(),
+               "dL": None if dlse is None else dlse.contiguous(),
+               "dQ": empty_like(q), "dK": empty_like(k), "dV": empty_like(v)}
+    of_mask = list(mask_tensors(visible))
+    dS = None
+    by_mask: list[torch.Tensor | None] = [None] * len(of_mask)
+    if isinstance(visible, Bound) and any(visible.wanted):
+        dS = torch.zeros(*q.shape[:3], k.shape[2], dtype=torch.float32, device=q.device)
     try:
-        tensors = {"Q": q, "K": k, "V": v, "O": aligned(o), "dO": aligned(do), "L": lse.contiguous(),
-                   "dL": None if dlse is None else dlse.contiguous(),
-                   "dQ": empty_like(q), "dK": empty_like(k), "dV": empty_like(v)}
-        run(plan_for(stage, tiles, deterministic, diagonal, as_scale(scale, q.shape[3]), tensors), tensors)
+        run(plan_for(stage, tiles, deterministic, visible, as_scale(scale, q.shape[3]), tensors), tensors,
+            *of_mask, *() if dS is None else (dS,))
     except torch.AcceleratorError as error:
         explain_loss(error)
         raise
-    return tensors["dQ"], tensors["dK"], tensors["dV"]
+    if dS is not None and isinstance(visible, Bound):
+        by_mask = gradients_of(visible, dS)
+    return tensors["dQ"], tensors["dK"], tensors["dV"], *by_mask
 
 
-def run(plan: Plan, tensors: dict[str, torch.Tensor | None]) -> None:
+def run(plan: Plan, tensors: dict[str, torch.Tensor | None], *of_mask: torch.Tensor | None) -> None:
     """Launch, or inspect where an inspection is under way."""
     report = current_report()
     if report:
-        plan.inspect(report, *tensors.values())
+        plan.inspect(report, *tensors.values(), *of_mask)
     else:
-        plan.launch(*tensors.values())
+        plan.launch(*tensors.values(), *of_mask)
 
 
-def visible_pairs(N_q: int, N_k: int, diagonal: int | None) -> int:
-    """How many pairs of a query and a key that it sees."""
-    if diagonal is None:
+def visible_pairs(N_q: int, N_k: int, visible: Visible) -> int:
+    """How many pairs of a query and a key that it sees. Of a mask: all, as it depends on its tensors."""
+    if not isinstance(visible, int):
         return N_q * N_k
-    return sum(min(max(row + diagonal + 1, 0), N_k) for row in range(N_q))
+    return sum(min(max(row + visible + 1, 0), N_k) for row in range(N_q))

@@ -14,7 +14,7 @@ from . import simulator
 from .arithmetic import ArithmeticProblem, evaluate
 from .devices import default_device
 from .nvcc import find_nvcc
-from .sources import line_of, read_source
+from .sources import STAGES, line_of, read_source, source_files
 from .values import as_integer, shown
 
 FIELDS = ("idea", "types", "needs", "after", "default", "deterministic", "tiles", "limits", "shared",
@@ -187,6 +187,11 @@ class Stage:
     def shared_bytes(self, d: int, tiles: dict[str, int]) -> int:
         """Shared memory that a block of its largest kernel asks for: the header's formula."""
         return self._value("shared", self.shared, d=d, **tiles)
+
+    @functools.cached_property
+    def takes_masks(self) -> bool:
+        """Whether it asks stages/common/mask.cuh which scores count."""
+        return STAGES / "common" / "mask.cuh" in source_files(self.path)
 
     @property
     def _suffix(self) -> str:

@@ -19,7 +19,9 @@ from datetime import date
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
+sys.path[:0] = [str(ROOT), str(ROOT / "results")]
+
+from compute_sanitizer import TOOLS, says_so  # noqa: E402
 
 FOLDER = ROOT / "tests" / "corpus"
 HEAD = re.compile(r"^//! ([\w ]+?) <<<(.*)>>>\n__global__ void (\w+)\(", re.M)
@@ -170,15 +172,6 @@ def is_found(row: dict) -> bool:
 
 
 # ------------------------------------------------------------------------------------------ the table
-TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")     # of compute-sanitizer: see sanitizer.py
-SAYS_SO = ("found", "warning")
-
-
-def says_so(answers: dict[str, dict]) -> bool:
-    """Whether one of compute-sanitizer's tools has named a mistake, if only as a warning."""
-    return any(answer["verdict"] in SAYS_SO for answer in answers.values())
-
-
 def table(ours: dict, gpu: dict | None) -> str:
     """Found, missed and false by topic, as Markdown: of the checker; of compute-sanitizer, where it has run.
 

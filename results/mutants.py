@@ -29,7 +29,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
-from dataclasses import asdict, fields
+from dataclasses import asdict, dataclass, fields
 from datetime import date
 from pathlib import Path
 
@@ -77,38 +77,59 @@ def tiles_of(stage: flash.Stage, d: int) -> dict[str, dict[str, int]]:
             "tall": max(taken, key=lambda tiles: tiles["Br"] / tiles["Bc"])}
 
 
-def calls(stage: flash.Stage) -> list:
-    """Functions that call a stage in the shapes, and return what is wrong with the results, or ""."""
+@dataclass
+class Call:
+    """tensors: those that go in, by their names in flash_fwd.cu and flash_bwd.cu."""
+
+    stage: flash.Stage
+    tensors: dict
+    diagonal: int | None
+    tiles: dict[str, int]
+
+    def errors(self, *results) -> dict[str, tuple[float, float]]:
+        """Those of (O, L), or of (dQ, dK, dV), and what is allowed, by name."""
+        from flash_ladder import grid
+
+        q, k, v, *rest = self.tensors.values()
+        if self.stage.direction == "fwd":
+            return grid.errors(*results, q, k, v, self.diagonal)
+        _, do, _, dlse = rest
+        return grid.gradient_errors(results, q, k, v, do, self.diagonal, None, dlse)
+
+    def __call__(self) -> str:
+        """Make it, by way of the library's plans: what is wrong with the results."""
+        from flash_ladder import grid, plan
+
+        q, k, v, *rest = self.tensors.values()
+        options = plan.choose(self.stage, q, self.stage.direction, **self.tiles)
+        with grid.poisoned():
+            if self.stage.direction == "fwd":
+                results = plan.forward(q, k, v, self.diagonal, None, *options)
+            else:
+                o, do, lse, dlse = rest
+                results = plan.backward(q, k, v, o, lse, do, dlse, self.diagonal, None, *options, False)
+        return grid.wrong(self.errors(*results))
+
+
+def calls(stage: flash.Stage) -> list[Call]:
+    """Those of a stage in the shapes."""
     import torch
 
-    from flash_ladder import grid, plan
     from flash_ladder.reference import random_gradients, random_qkv, reference
 
     made = []
     for B, H, H_kv, N_q, N_k, d, diagonal, size, scores in SHAPES:
         torch.manual_seed(0)
-        dtype, tiles = stage.dtypes[0], tiles_of(stage, d)[size]
+        dtype = stage.dtypes[0]
         q, k, v = random_qkv(B, H, H_kv, N_q, N_k, d, "cpu", dtype)
         SCORES[scores](q, k)
-        options = plan.choose(stage, q, stage.direction, **tiles)
-
-        def forward(tensors=(q, k, v, diagonal), options=options):
-            with grid.poisoned():
-                o, lse = plan.forward(*tensors, None, *options)
-            return grid.wrong(grid.errors(o, lse, *tensors))
-
-        o, lse = reference(q.double(), k.double(), v.double(), diagonal)
-        o, lse = o.to(dtype), lse.float()
-        do, dlse = random_gradients(q)
-        dlse[lse == -torch.inf] = -torch.inf
-
-        def backward(tensors=(q, k, v), rest=(o, lse, do, dlse), diagonal=diagonal, options=options):
-            _, _, do, dlse = rest
-            with grid.poisoned():
-                gradients = plan.backward(*tensors, *rest, diagonal, None, *options, False)
-            return grid.wrong(grid.gradient_errors(gradients, *tensors, do, diagonal, None, dlse))
-
-        made.append(forward if stage.direction == "fwd" else backward)
+        tensors = {"Q": q, "K": k, "V": v}
+        if stage.direction == "bwd":
+            o, lse = reference(q.double(), k.double(), v.double(), diagonal)
+            do, dlse = random_gradients(q)
+            dlse[lse == -torch.inf] = -torch.inf
+            tensors |= {"O": o.to(dtype), "dO": do, "L": lse.float(), "dL": dlse}
+        made.append(Call(stage, tensors, diagonal, tiles_of(stage, d)[size]))
     return made
 
 

@@ -7,6 +7,7 @@ import bisect
 import hashlib
 import re
 import sys
+from collections.abc import Container
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -214,8 +215,34 @@ static int mutant_of_the_environment() {{ const char* x = getenv("{NUMBER}"); re
 """
 
 
-def schema(stage: flash.Stage) -> str:
+HEAD_OF_NVCC = f"""
+#include <stdlib.h>
+static int mutant_that_runs = 0;
+static __constant__ int mutant_on_the_device = 0;
+static int mutant_of_the_environment() {{
+  const char* x = getenv("{NUMBER}");
+  const int number = x ? atoi(x) : 0;
+  cudaMemcpyToSymbol(mutant_on_the_device, &number, sizeof number);
+  return number;
+}}
+#ifdef __CUDA_ARCH__
+#define MUTANT(number) (mutant_on_the_device == (number))
+#else
+#define MUTANT(number) (mutant_that_runs == (number))
+#endif
+"""
+
+
+def schema_of_nvcc(stage: flash.Stage, numbers: Container[int]) -> str:
+    """schema() for a GPU, with these mutants alone: of all at once nvcc makes other code than of the stage,
+    and takes two minutes for some."""
+    return re.sub(r"\bMUTANT\((\d+)\)", lambda use: use[0] if int(use[1]) in numbers else "false",
+                  schema(stage, HEAD_OF_NVCC))
+
+
+def schema(stage: flash.Stage, head: str = HEAD) -> str:
     """The text of a stage with all mutants in it, with its includes in place, but for MASKS and MASK_FILE.
+    head: how it learns which one runs.
 
     (mask.cuh has a guard: flash_fwd.cu and flash_bwd.cu, which include it, do not bring it once more.)
     """
@@ -242,4 +269,4 @@ def schema(stage: flash.Stage) -> str:
                   lines_of(stage.path))
     header, pragma, _ = stage.path.read_text().partition("#pragma once")
     number = header.count("\n") + 1
-    return text.replace(header, header + pragma + HEAD + f'#line {number} "{stage.path}"', 1)
+    return text.replace(header, header + pragma + head + f'#line {number} "{stage.path}"', 1)

@@ -19,6 +19,7 @@ from simulated import (  # noqa: E402, F401 - by their names in PARTS
     counts,
     finding,
     planted_bugs,
+    sampled_mutants,
     stage_mutants,
     traffic,
 )
@@ -333,7 +334,7 @@ def lessons() -> str:
 
 PARTS = ("ladder", "speed", "lessons", "host", "rungs", "results", "backward", "ratios", "long", "results16",
          "backward16", "ratios16", "finding", "traffic", "counts", "conflicts",
-         "planted_bugs", "stage_mutants")
+         "planted_bugs", "stage_mutants", "sampled_mutants")
 
 
 def updated(texts: dict[str, str]) -> dict[str, str]:

@@ -16,6 +16,7 @@ sys.path.insert(0, str(ROOT))
 
 import corpus  # noqa: E402
 import mutants  # noqa: E402
+import sanitized_mutants  # noqa: E402
 from counts import differences  # noqa: E402
 
 import flash  # noqa: E402
@@ -140,3 +141,10 @@ def planted_bugs() -> str:
 def stage_mutants() -> str:
     """How many mutants of the stages are found."""
     return mutants.table(json.loads((RESULTS / "cpu" / "mutants.json").read_text()))
+
+
+def sampled_mutants() -> str:
+    """A sample of them beside compute-sanitizer; empty before that has run."""
+    gpu = RESULTS / "h200" / "mutants.json"
+    return sanitized_mutants.table(json.loads((RESULTS / "cpu" / "mutants.json").read_text()),
+                                   json.loads(gpu.read_text())) if gpu.is_file() else ""

@@ -161,6 +161,7 @@ __global__ void __launch_bounds__(threads, blocks_per_sm) backward_kernel(BwdPar
   };
   bool staged = false;                    // are the next head's first ones on their way?
 
+  const float scale = Mask::scores ? 1.f : p.scale;     // a mask that changes scores applies it
   for (int h = h_kv * group; h < (h_kv + 1) * group; h++) {
     const Mask mask(p, b, h);
     const auto tiles = mask.query_tiles(j);
@@ -188,12 +189,16 @@ __global__ void __launch_bounds__(threads, blocks_per_sm) backward_kernel(BwdPar
       const bool cut = mask.cuts(tiles, t, j);
       for (int r = 0; r < rows; r++) {                                   // line 11: P_ij
         const int row = i * Br + S_row + 4 * r;
-        for (int c = 0; c < cols; c++) {
+        for (int c = 0; Mask::scores && c < cols; c++) {
           const int col = j * Bc + S_col + c / 4 * 32 + c % 4;
           const float x = p.scale * S_reg[r][c];
-          if (Mask::scores) slope_reg[r][c] = mask.slope(x, row, col);
-          S_reg[r][c] = fast_exp2(LOG2_E * (mask.score(x, row, col) - L_row[r]));
-          if (cut && !mask.sees(row, col)) S_reg[r][c] = 0.f;
+          slope_reg[r][c] = mask.slope(x, row, col);
+          S_reg[r][c] = mask.score(x, row, col);
+        }
+        for (int c = 0; c < cols; c++) S_reg[r][c] = fast_exp2(LOG2_E * (scale * S_reg[r][c] - L_row[r]));
+        for (int c = 0; cut && c < cols; c++) {
+          const int col = j * Bc + S_col + c / 4 * 32 + c % 4;
+          if (!mask.sees(row, col)) S_reg[r][c] = 0.f;
         }
         for (int c = 0; c < cols; c += 4) {
           const int to = (S_row + 4 * r) * Bc + ((S_col + 8 * c) ^ 16 * odd);
@@ -207,24 +212,24 @@ __global__ void __launch_bounds__(threads, blocks_per_sm) backward_kernel(BwdPar
       for (int r = 0; r < rows; r++) {                                   // line 14: dS_ij
         for (int c = 0; c < cols; c += 4) {
           const int to = (S_row + 4 * r) * Bc + ((S_col + 8 * c) ^ 16 * odd);
-          const float4 four = load4(P_smem + to);   // from where it waited, out of the way of dP
-          const float P[4] = {four.x, four.y, four.z, four.w};
-          float dS[4];
-          for (int e = 0; e < 4; e++) {
-            dS[e] = P[e] * (dP_reg[r][c + e] - D_row[r]);
+          const float4 P = load4(P_smem + to);      // from where it waited, out of the way of dP
+          float dS[4] = {P.x * (dP_reg[r][c] - D_row[r]), P.y * (dP_reg[r][c + 1] - D_row[r]),
+                         P.z * (dP_reg[r][c + 2] - D_row[r]), P.w * (dP_reg[r][c + 3] - D_row[r])};
+          for (int e = 0; Mask::scores && e < 4; e++) {
             mask.keep_gradient(dS[e], i * Br + S_row + 4 * r, j * Bc + S_col + 8 * c + e);
-            if (Mask::scores) dS[e] *= slope_reg[r][c + e];
+            dS[e] *= slope_reg[r][c + e];
           }
           store4(dS_smem + to, dS[0], dS[1], dS[2], dS[3]);
         }
       }
       __syncthreads();                    // a warp now reads columns of P and dS, which all warps wrote
 
-      if (t + 1 < tiles.end) stage_tiles(h, tiles[t + 1]);               // they come while the products run
-      else if (h + 1 < (h_kv + 1) * group) {
-        const auto next = Mask(p, b, h + 1).query_tiles(j);
-        staged = next.first < next.end;
-        if (staged) stage_tiles(h + 1, next[next.first]);
+      const int next_h = t + 1 < tiles.end ? h : h + 1;
+      if (next_h < (h_kv + 1) * group) {
+        const auto next = Mask(p, b, next_h).query_tiles(j);
+        const int next_t = next_h == h ? t + 1 : next.first;
+        staged = next_t < next.end;
+        if (staged) stage_tiles(next_h, next[next_t]);                   // they come while the products run
       }
 
       #pragma unroll 32

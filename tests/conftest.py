@@ -48,7 +48,7 @@ IN_PIECES = ("test_containment.py", "test_exercises.py", "test_grading.py", "tes
 
 # `make quick` leaves out these files, and of the tests of all stages those of stages but these
 SLOW = ("test_checker.py", "test_containment.py", "test_corpus.py", "test_exercises.py", "test_grading.py",
-        "test_install.py", "test_mutants.py", "test_notebooks.py", "test_nvcc.py")
+        "test_install.py", "test_mutants.py", "test_notebooks.py", "test_nvcc.py", "test_sanitizer.py")
 OF_ALL_STAGES = ("test_forward.py", "test_backward.py")
 QUICK_STAGES = {"flash2", "recompute", "ampere_tuned"}
 

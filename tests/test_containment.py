@@ -345,7 +345,7 @@ for scale in (10., 0.):
 def test_a_lost_context_is_explained():
     """Where CUDA says so, and nowhere else."""
     library = object.__new__(launch.Library)
-    library.stage = flash.find_stage("flash2", torch.float32, torch.device("cpu"), "fwd")
+    library.subject = flash.find_stage("flash2", torch.float32, torch.device("cpu"), "fwd")
     lost, other = (str(library.failure(text)) for text in
                    (b"an illegal memory access was encountered", b"invalid argument"))
     assert lost.startswith("stage 'flash2': an illegal") and "The CUDA context is lost" in lost

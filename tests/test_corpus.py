@@ -11,6 +11,7 @@ from test_nvcc import NVCC, WHY_NOT
 import flash
 
 sys.path.insert(0, str(flash.ROOT / "results"))
+import compute_sanitizer  # noqa: E402
 import corpus  # noqa: E402
 import sanitizer  # noqa: E402
 
@@ -165,14 +166,14 @@ HEAD = "========= COMPUTE-SANITIZER\n"
      "========= Target application returned an error\n", 1, "failed"),
     (HEAD, None, "hang")])
 def test_verdicts_of_compute_sanitizer(output, code, expected):
-    found = sanitizer.verdict(output, code)
+    found = compute_sanitizer.verdict(output, code)
     assert found["verdict"] == expected
     assert bool(found["message"]) == (expected in ("found", "warning", "failed"))
 
 
 def test_a_run_that_hangs_is_ended():
     """With its children; what it had printed is kept."""
-    output, code = sanitizer.run(["bash", "-c", "echo here; sleep 1000 & echo $!; wait"], 1)
+    output, code = compute_sanitizer.run(["bash", "-c", "echo here; sleep 1000 & echo $!; wait"], 1)
     word, child = output.split()
     assert (word, code) == ("here", None)
     state = subprocess.run(["ps", "-p", child, "-o", "stat="], capture_output=True).stdout

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
+import torch
 from matplotlib import colormaps
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -53,6 +54,27 @@ def _bar(axes: Axes, y: float, total: int, unique: int, colour: str) -> None:
     axes.barh(y, total - unique, left=unique, height=0.36, color=colour, alpha=0.4)
     if total:
         axes.text(total, y, f" {format_bytes(total)}", va="center", fontsize=9)
+
+
+def mask_figure(kinds: torch.Tensor, seen: torch.Tensor, Br: int, Bc: int) -> Figure:
+    """The scores of one head that count, dark, and its tiles: skipped, cut or whole. kinds: (Tr, Tc), of
+    tiles.py; seen: (N_q, N_k)."""
+    N_q, N_k = seen.shape
+    figure = Figure(figsize=(6, 1.2 + 5 * min(2.0, max(0.3, N_q / N_k))), layout="constrained")
+    axes = figure.subplots()
+    colours = torch.tensor([[0.95, 0.95, 0.95], [0.98, 0.84, 0.72], [0.76, 0.84, 0.93]])     # by kind
+    picture = colours[kinds.long()].repeat_interleave(Br, 0).repeat_interleave(Bc, 1)[:N_q, :N_k]
+    picture = torch.where(seen[..., None], picture * 0.55, picture)
+    axes.imshow(picture.numpy(), interpolation="nearest", extent=(0, N_k, N_q, 0))
+    axes.set_xticks(range(0, N_k + 1, Bc), minor=True)
+    axes.set_yticks(range(0, N_q + 1, Br), minor=True)
+    axes.grid(which="minor", color="white", linewidth=0.6)
+    axes.set_xlabel("key")
+    axes.set_ylabel("query")
+    patches = [Rectangle((0, 0), 1, 1, color=colour.tolist()) for colour in (*colours, colours[2] * 0.55)]
+    figure.legend(patches, ("skipped", "cut", "whole", "dark: counts"), loc="outside lower center", ncols=4,
+                  fontsize=9, frameon=False)
+    return figure
 
 
 def requests(accesses: list[Access]) -> Figure:

@@ -52,7 +52,11 @@ struct Mask {
   }
 
   // Does the query of `row` see the key of `col`? Rows and keys past the end are not there.
-  __device__ bool sees(int row, int col) const { return row < N_q && col < N_k && sees_by(rule, row, col); }
+  // (A rule that reads tensors reads the last ones in their place: without a branch, loads overlap.)
+  __device__ bool sees(int row, int col) const {
+    if (Rule::is_range) return row < N_q && col < N_k && sees_by(rule, row, col);
+    return sees_by(rule, min(row, N_q - 1), min(col, N_k - 1)) & (row < N_q) & (col < N_k);
+  }
 
   // Does it see the key of col + c? Any row may be asked for, where nobody uses what is past the end. c is
   // apart, as it is a constant where a loop is unrolled: then an element takes one comparison, with a
@@ -64,10 +68,10 @@ struct Mask {
 
   // A score of the query of `row` and the key of `col`, which is x, scaled; and the derivative by x
   __device__ float score(float x, int row, int col) const {
-    return scores && row < N_q && col < N_k ? rule.score(x, row, col) : x;
+    return scores ? rule.score(x, min(row, N_q - 1), min(col, N_k - 1)) : x;
   }
   __device__ float slope(float x, int row, int col) const {
-    return scores && row < N_q && col < N_k ? rule.slope(x, row, col) : 1.f;
+    return scores ? rule.slope(x, min(row, N_q - 1), min(col, N_k - 1)) : 1.f;
   }
 
   // dS, the gradient by a score, taken back through score(). By what the mask has added it is the same: it is

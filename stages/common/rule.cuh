@@ -35,6 +35,11 @@ struct Arguments {
   }
 };
 
+// What S_ij is. ASK: nobody knows before each of its elements has been asked for.
+enum TileKind { SKIPPED, CUT, WHOLE, ASK };
+
+struct Tile { int row, end_row, col, end_col; };      // up to, but not including, the ends
+
 // sees(row, col): does the query of `row` see the key of `col`? Which tiles are skipped and which are cut is
 // found by asking for each of their elements, before the stage's kernel runs: tile_lists.cuh.
 struct AnyKeys {
@@ -43,6 +48,9 @@ struct AnyKeys {
   __device__ int first_key(int row) const { return 0; }
   __device__ int end_key(int row) const { return INT_MAX; }
   __device__ int first_row(int col) const { return 0; }
+
+  // What a tile is, if it can tell sooner. All lanes of a warp call it together.
+  __device__ TileKind kind(const Tile& tile) const { return ASK; }
 
   // A rule that changes scores says scores = true and defines score() and slope().
   static constexpr bool scores = false, has_gradient = false;
@@ -78,8 +86,36 @@ __device__ bool sees_by(const R& rule, int row, int col) {
   return (R::from_0 || col >= rule.first_key(row)) && col < rule.end_key(row);
 }
 
-// a & b: of a pair that both see. Scores go through a, then through b. `tensors`, `ints` and `floats` are how
-// many a takes. (flash_ladder writes a file with a Rule of this kind.)
+// As kind() of a rule, whatever it is
+template <class R>
+__device__ TileKind kind_by(const R& rule, const Tile& tile) {
+  if (!R::is_range) return rule.kind(tile);
+  const int last_row = tile.end_row - 1;
+  if (tile.col >= rule.end_key(last_row) || tile.end_col <= rule.first_key(tile.row)) return SKIPPED;
+  return tile.end_col <= rule.end_key(tile.row) && tile.col >= rule.first_key(last_row) ? WHOLE : CUT;
+}
+
+// The least and the greatest of ids[first * stride] to ids[(end - 1) * stride], found by a warp
+template <class T>
+struct Extent { T least, greatest; };
+
+template <class T>
+__device__ Extent<T> extent_of(const T* ids, int64_t stride, int first, int end) {
+  Extent<T> found = {ids[first * stride], ids[first * stride]};
+  for (int n = first + threadIdx.x % 32; n < end; n += 32) {
+    found.least = min(found.least, ids[n * stride]);
+    found.greatest = max(found.greatest, ids[n * stride]);
+  }
+  for (int distance = 1; distance < 32; distance *= 2) {
+    found.least = min(found.least, __shfl_xor_sync(0xffffffff, found.least, distance));
+    found.greatest = max(found.greatest, __shfl_xor_sync(0xffffffff, found.greatest, distance));
+  }
+  return found;
+}
+
+// a & b: of a pair that both see. (&, not &&: no branch between their loads.) Scores go through a, then
+// through b. `tensors`, `ints` and `floats` are how many a takes. (flash_ladder writes a file with a Rule of
+// this kind.)
 template <class A, class B, int tensors, int ints, int floats>
 struct And {
   static constexpr bool is_range = A::is_range && B::is_range, from_0 = A::from_0 && B::from_0;
@@ -90,7 +126,12 @@ struct And {
   __device__ And(const Arguments& arguments, int batch, int head)
       : a(arguments, batch, head), b(arguments.after(tensors, ints, floats), batch, head) {}
 
-  __device__ bool sees(int row, int col) const { return sees_by(a, row, col) && sees_by(b, row, col); }
+  __device__ bool sees(int row, int col) const { return sees_by(a, row, col) & sees_by(b, row, col); }
+  __device__ TileKind kind(const Tile& tile) const {
+    const TileKind by_a = kind_by(a, tile), by_b = kind_by(b, tile);
+    if (by_a == SKIPPED || by_b == SKIPPED) return SKIPPED;
+    return by_a == ASK || by_b == ASK ? ASK : by_a == WHOLE && by_b == WHOLE ? WHOLE : CUT;
+  }
   __device__ int end_key(int row) const { return min(a.end_key(row), b.end_key(row)); }
   __device__ int first_row(int col) const { return max(a.first_row(col), b.first_row(col)); }
   __device__ int first_key(int row) const { return max(a.first_key(row), b.first_key(row)); }
@@ -110,5 +151,10 @@ struct Or : AnyKeys {
   __device__ Or(const Arguments& arguments, int batch, int head)
       : a(arguments, batch, head), b(arguments.after(tensors, ints, floats), batch, head) {}
 
-  __device__ bool sees(int row, int col) const { return sees_by(a, row, col) || sees_by(b, row, col); }
+  __device__ bool sees(int row, int col) const { return sees_by(a, row, col) | sees_by(b, row, col); }
+  __device__ TileKind kind(const Tile& tile) const {
+    const TileKind by_a = kind_by(a, tile), by_b = kind_by(b, tile);
+    if (by_a == WHOLE || by_b == WHOLE) return WHOLE;
+    return by_a == ASK || by_b == ASK ? ASK : by_a == SKIPPED && by_b == SKIPPED ? SKIPPED : CUT;
+  }
 };

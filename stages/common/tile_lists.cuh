@@ -1,8 +1,8 @@
 // Lists of the tiles that count, for masks that are no ranges (rule.cuh).
 // Introduced by: forward stage 4, flash2.
 //
-// Before the stage's own kernel, each element of each tile is asked for once, as long as that can tell
-// anything. That is a fraction 1 / d of what the products of a tile take, and it cannot disagree with sees().
+// They are made before the stage's own kernel. If the rule has no kind(), each element of a tile is asked for
+// once, as long as that can tell anything: some 1 / d of the work on a tile. It cannot disagree with sees().
 #pragma once
 
 // A list is two numbers, how many of its tiles are whole and how many it has in all, and room for all that
@@ -12,15 +12,18 @@ __host__ __device__ inline int64_t numbers_of_lists(int N_q, int N_k) {
   return (int64_t)Tr * (Tc + 2) + (int64_t)Tc * (Tr + 2);
 }
 
-enum TileKind { SKIPPED, CUT, WHOLE };
-
 // What S_ij is, found by a warp. In a list of tiles of Q, rows past the end are not seen, and cut it. In one
 // of tiles of K and V they do not matter, as nobody stores them.
 template <class M>
-__device__ int kind_of(const M& mask, int i, int j, bool rows_past_the_end_cut) {
+__device__ TileKind kind_of(const M& mask, int i, int j, bool rows_past_the_end_cut) {
   constexpr unsigned all = 0xffffffff;
-  const int lane = threadIdx.x % 32, end_row = min((i + 1) * BLOCK_R, mask.N_q);
-  bool some = false, every = !rows_past_the_end_cut || (i + 1) * BLOCK_R <= mask.N_q;
+  const int lane = threadIdx.x % 32;
+  const int end_row = min((i + 1) * BLOCK_R, mask.N_q), end_col = min((j + 1) * BLOCK_C, mask.N_k);
+  const bool rows_inside = !rows_past_the_end_cut || end_row == (i + 1) * BLOCK_R;
+  const bool inside = rows_inside && end_col == (j + 1) * BLOCK_C;
+  const TileKind kind = mask.rule.kind({i * BLOCK_R, end_row, j * BLOCK_C, end_col});
+  if (kind != ASK) return kind == WHOLE && !inside ? CUT : kind;
+  bool some = false, every = inside;
   for (int row = i * BLOCK_R; row < end_row && (every || !some); row += 4) {    // 4: their loads overlap
     bool sees_some = false, sees_every = true;
     #pragma unroll
@@ -56,7 +59,7 @@ __global__ void __launch_bounds__(list_threads) list_kernel(Params p, int lists)
   for (int first = 0; first < tiles; first += 32) {
     const int tile = first + warp;
     if (tile < tiles) {
-      const int kind = kind_of(mask, of_Q ? fixed : tile, of_Q ? tile : fixed, !of_Q);
+      const TileKind kind = kind_of(mask, of_Q ? fixed : tile, of_Q ? tile : fixed, !of_Q);
       if (lane == 0) kinds[warp] = kind;
     }
     __syncthreads();
@@ -90,6 +93,6 @@ template <class M, class Params>
 void launch_lists(const Params& p, bool for_Q_alone, cudaStream_t stream) {
   if constexpr (!M::is_range) {
     const int lists = ceil_div(p.N_q, BLOCK_R) + (for_Q_alone ? 0 : ceil_div(p.N_k, BLOCK_C));
-    list_kernel<M><<<p.mask.B * p.mask.H * lists, list_threads, 0, stream>>>(p, lists);
+    list_kernel<M, Params><<<p.mask.B * p.mask.H * lists, list_threads, 0, stream>>>(p, lists);
   }
 }

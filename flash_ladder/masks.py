@@ -1,0 +1,411 @@
+"""Masks: which scores count, and what becomes of those that do.
+
+    o = flash.attention(q, k, v, mask=flash.masks.window(128, 0) & flash.masks.padding(first, end))
+
+A mask is a file of stages/masks, a few lines of CUDA that every stage from flash2 and recompute on is
+compiled with, and its arguments. `a & b`: what both see, and scores go through a, then b. `a | b`: what one
+of them sees. Of your own: `from_file`, or just mask=Path("mine.cuh").
+
+Positions count from the last query and key, as in attention(causal=True): the query of row i stands at key
+i + N_k - N_q.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+
+from .cache import build_folder
+from .simulator.guards import once
+from .sources import STAGES
+from .values import shown
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+    from .tiles import Tiles
+
+MOST_TENSORS, MOST_INTS, MOST_FLOATS = 4, 8, 4        # as in stages/common/mask_params.cuh
+FAR = 1 << 30                                         # a distance without a limit
+
+
+class Diagonal(NamedTuple):
+    """An int of a mask that is N_k - N_q + offset."""
+
+    offset: int
+
+
+class Argument(NamedTuple):
+    """A tensor that a mask takes.
+
+    extents: what its four dimensions stand for, each of size 1 or that: "B", "H", "q", "k", "d" for the
+    N_q + N_k - 1 distances of a key from a query; "*" for any size. gradient: "elements" or "diagonals"
+    of the scores, that are added up for it; "" for none.
+    """
+
+    name: str
+    tensor: torch.Tensor
+    extents: str
+    gradient: str = ""
+
+
+class Mask:
+    """What the functions of this module make; combine them with & and |."""
+
+    def __init__(self, text: str, arguments: Sequence[Argument] = (), ints: Sequence[int | Diagonal] = (),
+                 floats: Sequence[float] = (), scores: bool = False):
+        """text: the expression of files, in JSON. scores: it changes scores."""
+        self.text, self.scores = text, scores
+        self.arguments, self.ints, self.floats = tuple(arguments), tuple(ints), tuple(floats)
+
+    def __and__(self, other: Mask) -> Mask:
+        return self._combined("And", other)
+
+    def __or__(self, other: Mask) -> Mask:
+        if isinstance(other, Mask) and (self.scores or other.scores):
+            raise ValueError("a | b: of masks that change no scores; one of these does (softcap, a bias, "
+                             "alibi)")
+        return self._combined("Or", other)
+
+    def _combined(self, how: str, other: Mask) -> Mask:
+        if not isinstance(other, Mask):
+            return NotImplemented
+        counts = len(self.arguments), len(self.ints), len(self.floats)
+        mask = Mask(json.dumps([how, json.loads(self.text), json.loads(other.text), *counts]),
+                    self.arguments + other.arguments, self.ints + other.ints, self.floats + other.floats,
+                    self.scores or other.scores)
+        for what, found, most in (("tensors", mask.arguments, MOST_TENSORS), ("ints", mask.ints, MOST_INTS),
+                                  ("floats", mask.floats, MOST_FLOATS)):
+            if len(found) > most:
+                raise ValueError(f"the masks have {len(found)} {what} together; at most {most} are possible")
+        return mask
+
+    def __repr__(self) -> str:
+        def said(x) -> str:
+            return Path(x).stem if isinstance(x, str) else f"({said(x[1])} {'&' if x[0] == 'And' else '|'} " \
+                                                          f"{said(x[2])})"
+        return f"<mask {said(json.loads(self.text))}>"
+
+    def tiles(self, N_q: int, N_k: int | None = None, *, Br: int = 64, Bc: int = 64) -> Tiles:
+        """Which tiles of Br queries and Bc keys are skipped, cut and whole, and which scores count, for each
+        batch element and head that differ. print() says how many; plot() draws them. N_k: default N_q.
+
+            flash.masks.window(100, 0).tiles(512).plot("window.png")
+        """
+        from .tiles import tiles_of
+
+        device = next((each.tensor.device for each in self.arguments), torch.device("cpu"))
+        B, H = (max([1, *(each.tensor.shape[n] for each in self.arguments)]) for n in (0, 1))
+        q, k = (torch.empty(B, H, N, 0, device=device) for N in (N_q, N_q if N_k is None else N_k))
+        return tiles_of(self.bind(q, k), B, H, q.shape[2], k.shape[2], Br, Bc, device)
+
+    def show(self, N_q: int, N_k: int | None = None, Br: int = 64, Bc: int = 64, *, b: int = 0,
+             h: int = 0) -> Figure:
+        """Draw them, of one batch element and head."""
+        return self.tiles(N_q, N_k, Br=Br, Bc=Bc).plot(b=b, h=h)
+
+    def bind(self, q: torch.Tensor, k: torch.Tensor) -> Bound:
+        """It, for a call of attention.
+
+        Raises:
+            ValueError: for tensors that do not fit q (B, H, N_q, d) and k (B, H_kv, N_k, d).
+        """
+        B, H, N_q, N_k = q.shape[0], q.shape[1], q.shape[2], k.shape[2]
+        sizes = {"B": B, "H": H, "q": N_q, "k": N_k, "d": N_q + N_k - 1}
+        tensors = []
+        for name, x, extents, gradient in self.arguments:
+            for size, extent in zip(x.shape, extents, strict=True):
+                if extent != "*" and size not in (1, sizes.get(extent, 1)):
+                    wanted = ", ".join(str(sizes.get(e, e)) for e in extents)
+                    raise ValueError(f"mask: {name} has shape {tuple(x.shape)}, as (B, H, rows, columns); "
+                                     f"for these q and k it must be ({wanted}), or 1 in any of them")
+            if x.device != q.device:
+                raise ValueError(f"mask: {name} is on {x.device}, q on {q.device}: move it there")
+            if x.requires_grad and not gradient and torch.is_grad_enabled():
+                raise ValueError(f"mask: {name} requires grad, and the mask has no gradient for it: "
+                                 f"pass {name}.detach()")
+            if gradient == "elements":
+                x = x.to(q.dtype)
+            tensors.append(x)
+        ints = tuple(N_k - N_q + n.offset if isinstance(n, Diagonal) else n for n in self.ints)
+        return Bound(self.text, tuple(tensors), ints, self.floats,
+                     tuple(each.gradient for each in self.arguments),
+                     tuple(torch.is_grad_enabled() and x.requires_grad for x in tensors),
+                     tuple(each.name for each in self.arguments))
+
+
+@dataclass(frozen=True, eq=False)
+class Bound:
+    """A mask with the arguments of one call: four-dimensional tensors, ints, floats."""
+
+    text: str
+    tensors: tuple[torch.Tensor, ...]
+    ints: tuple[int, ...]
+    floats: tuple[float, ...]
+    kinds: tuple[str, ...] = ()          # of gradients, as in Argument,
+    wanted: tuple[bool, ...] = ()        # and whether there is to be one
+    names: tuple[str, ...] = ()
+
+    @property
+    def layout(self) -> tuple:
+        """All that a plan depends on: everything but addresses."""
+        return (self.text, self.ints, self.floats, *((x.shape, x.stride(), x.dtype) for x in self.tensors))
+
+    @property
+    def file(self) -> Path:
+        return file_of(self.text)
+
+    @property
+    def extents(self) -> tuple[int, int]:
+        """Batch elements and heads that differ."""
+        B, H = (max([1, *(x.shape[n] for x in self.tensors)]) for n in (0, 1))
+        return B, H
+
+    def with_tensors(self, tensors: Sequence[torch.Tensor]) -> Bound:
+        return replace(self, tensors=tuple(tensors))
+
+
+def strides_of(x: torch.Tensor) -> list[int]:
+    """As struct MaskTensor has them: 0 where it is broadcast."""
+    return [0 if size == 1 else stride for size, stride in zip(x.shape, x.stride())]
+
+
+def gradients_of(bound: Bound, dS: torch.Tensor) -> list[torch.Tensor | None]:
+    """By the mask's tensors, of dS (B, H, N_q, N_k) in float32: added up over what is broadcast, in a fixed
+    order."""
+    return [_gradient(x, kind, dS) if wanted else None
+            for x, kind, wanted in zip(bound.tensors, bound.kinds, bound.wanted)]
+
+
+def _gradient(x: torch.Tensor, kind: str, dS: torch.Tensor) -> torch.Tensor:
+    if kind == "diagonals":
+        dS = _diagonals(dS)
+    axes = [axis for axis in range(4) if x.shape[axis] == 1 and dS.shape[axis] > 1]
+    return (dS.sum(axes, keepdim=True) if axes else dS).to(x.dtype)
+
+
+def _diagonals(dS: torch.Tensor) -> torch.Tensor:
+    """(B, H, 1, N_q + N_k - 1): of each distance of a key from a query the sum, along the diagonal."""
+    B, H, N_q, N_k = dS.shape
+    rows = torch.nn.functional.pad(dS, (N_q - 1, 0)).flatten(2)     # in rows that are one longer, each one
+    skewed = torch.nn.functional.pad(rows, (0, N_q)).view(B, H, N_q, N_q + N_k)   # begins one further left
+    return skewed.sum(2, keepdim=True)[..., :-1]
+
+
+# ------------------------------------------------------------------------------------------ files
+@functools.cache
+def file_of(text: str) -> Path:
+    """The file to compile a stage with; of a combination, it is written into the build folder."""
+    expression = json.loads(text)
+    if isinstance(expression, str):
+        return Path(expression) if os.sep in expression else STAGES / "masks" / f"{expression}.cuh"
+    parts: list[str] = []
+
+    def rule(x) -> str:
+        if isinstance(x, str):
+            name = f"mask_{len(parts)}"
+            file = x if os.sep in x else f"stages/masks/{x}.cuh"
+            parts.append(f'namespace {name} {{\n#include "{file}"\n}}\n')
+            return f"{name}::Rule"
+        return f"{x[0]}<{rule(x[1])}, {rule(x[2])}, {x[3]}, {x[4]}, {x[5]}>"
+
+    combined = rule(expression)
+    source = ("// Mask: a combination, written by flash_ladder. The numbers are how many tensors, ints and "
+              f"floats\n// the first one takes.\n{''.join(parts)}using Rule = {combined};\n")
+    folder = build_folder() / "masks"
+    file = folder / f"{hashlib.sha256(source.encode()).hexdigest()[:16]}.cuh"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        if not file.is_file() or file.read_text() != source:
+            part = file.with_suffix(f".{os.getpid()}")
+            part.write_text(source)
+            part.replace(file)
+    except OSError as error:
+        raise RuntimeError(f"cannot write to the build folder {build_folder()} ({error.strerror}): "
+                           "set FLASH_BUILD_DIR to another one") from None
+    return file
+
+
+def as_mask(mask) -> Mask:
+    """What attention() got for `mask`."""
+    if isinstance(mask, Path):
+        return from_file(mask)
+    if not isinstance(mask, Mask):
+        raise ValueError(f"mask must be one of flash.masks, or the pathlib.Path of a file like those of "
+                         f"stages/masks, not {shown(mask)}")
+    return mask
+
+
+def _named(name: str) -> str:
+    return json.dumps(name)
+
+
+def _view(name: str, x: torch.Tensor, dims: str, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """Four-dimensional. dims: what its dimensions are, of "BHqk", as in "Bk"; it may lack the first ones."""
+    if not isinstance(x, torch.Tensor):
+        x = torch.as_tensor(x)
+    if x.is_nested or x.layout != torch.strided:
+        raise ValueError(f"mask: {name} must be a dense tensor")
+    if x.dim() > len(dims):
+        raise ValueError(f"mask: {name} has {x.dim()} dimensions, shape {tuple(x.shape)}; at most "
+                         f"{len(dims)} are possible")
+    if dtype is not None:
+        if x.dtype.is_floating_point != dtype.is_floating_point or x.dtype == torch.bool != dtype:
+            raise ValueError(f"mask: {name} has type {x.dtype}: pass {dtype}")
+        x = x.to(dtype)
+    there = dims[len(dims) - x.dim():]
+    for axis, dim in enumerate("BHqk"):
+        if dim not in there:
+            x = x.unsqueeze(axis)
+    return once(x) if not torch.compiler.is_compiling() else x
+
+
+def _integer(name: str, n) -> int:
+    if isinstance(n, bool) or not isinstance(n, int) or abs(n) > FAR:
+        raise ValueError(f"mask: {name} must be an int from -2^30 to 2^30, not {shown(n)}")
+    return n
+
+
+# ------------------------------------------------------------------------------------------ the masks
+def none() -> Mask:
+    """Each query sees all keys."""
+    return Mask(_named("none"))
+
+
+def causal(diagonal: int | None = None) -> Mask:
+    """Query i sees key j <= i + diagonal; None: N_k - N_q, as attention(causal=True)."""
+    return Mask(_named("causal"), ints=[Diagonal(0) if diagonal is None else _integer("diagonal", diagonal)])
+
+
+def window(left: int = -1, right: int = -1) -> Mask:
+    """A sliding window: so many keys to the left and to the right of a query's own position; -1: all.
+
+    (Beltagy, Peters, Cohan, arXiv 2004.05150, section 3.1.)
+    """
+    for name, n in (("left", left), ("right", right)):
+        if _integer(name, n) < -1:
+            raise ValueError(f"mask: {name} must be a number of keys, or -1 for all, not {n}")
+    return Mask(_named("window"), ints=[-FAR if left < 0 else Diagonal(-left),
+                                        FAR if right < 0 else Diagonal(right)])
+
+
+def prefix(length: int | torch.Tensor, diagonal: int | None = None) -> Mask:
+    """Prefix-LM: all queries see the first `length` keys, an int or int32 (B,); what follows is causal.
+
+    (Raffel et al., arXiv 1910.10683, section 3.2.1.)
+    """
+    return Mask(_named("prefix"), [Argument("length", _of_batch("length", length), "B111")],
+                [Diagonal(0) if diagonal is None else _integer("diagonal", diagonal)])
+
+
+def padding(first: torch.Tensor | None = None, end: torch.Tensor | None = None) -> Mask:
+    """Of batch element b, the keys from first[b] to end[b] - 1 are there; int32 (B,). None: from 0, to the
+    last one."""
+    if first is None and end is None:
+        raise ValueError("mask: padding() needs `first`, `end` or both")
+    some = first if end is None else end
+    first = torch.zeros_like(torch.as_tensor(some)) if first is None else first
+    end = torch.full_like(torch.as_tensor(some), FAR) if end is None else end
+    return Mask(_named("padding"), [Argument("first", _of_batch("first", first), "B111"),
+                                    Argument("end", _of_batch("end", end), "B111")])
+
+
+def document(queries: torch.Tensor, keys: torch.Tensor | None = None) -> Mask:
+    """Packed sequences: a query sees the keys with its own id. queries: int (B, N_q) or (N_q,); keys
+    likewise, the same if None."""
+    return Mask(_named("document"), _ids(queries, keys))
+
+
+def block_causal(queries: torch.Tensor, keys: torch.Tensor | None = None) -> Mask:
+    """A query of block n sees the keys of blocks 0 to n. Negative numbers are padding: seen by nobody, seeing
+    nothing. queries: int (B, N_q) or (N_q,); keys likewise, the same if None.
+
+    Causal blocks, prefix-LM, a bidirectional part and cross-attention to a prefix are cases of it (as in
+    Black et al., arXiv 2410.24164, section IV).
+    """
+    return Mask(_named("block_causal"), _ids(queries, keys))
+
+
+def boolean(seen: torch.Tensor) -> Mask:
+    """Any mask: bool, broadcast to (B, H, N_q, N_k); True where the query sees the key."""
+    if not isinstance(seen, torch.Tensor) or seen.dtype != torch.bool:
+        raise ValueError(f"mask: boolean() takes a tensor of torch.bool, not {shown(seen)}")
+    return Mask(_named("boolean"), [Argument("seen", _view("seen", seen, "BHqk"), "BHqk")])
+
+
+def additive(bias: torch.Tensor) -> Mask:
+    """A bias, broadcast to (B, H, N_q, N_k), is added to the scaled scores; differentiable. It is converted
+    to q's type. A pair whose bias is below -1e30 is not seen: so torch.finfo's least number masks, too."""
+    if not isinstance(bias, torch.Tensor) or not bias.dtype.is_floating_point:
+        raise ValueError(f"mask: additive() takes a tensor of a floating-point type, not {shown(bias)}")
+    return Mask(_named("additive"), [Argument("bias", _view("bias", bias, "BHqk"), "BHqk", "elements")],
+                scores=True)
+
+
+def alibi(slopes: torch.Tensor) -> Mask:
+    """ALiBi: from a score goes slope * distance of the key. slopes: float (H,) or (B, H); no gradient.
+
+    (Press, Smith, Lewis, arXiv 2108.12409, section 3.)
+    """
+    slopes = _view("slopes", slopes, "BH", torch.float32)
+    return Mask(_named("alibi"), [Argument("slopes", slopes, "BH11")], [Diagonal(0)], scores=True)
+
+
+def softcap(cap: float) -> Mask:
+    """A score x becomes cap * tanh(x / cap). (Gemma 2, arXiv 2408.00118, section 2.)"""
+    if not isinstance(cap, (int, float)) or not 0 < cap < float("inf"):
+        raise ValueError(f"mask: cap must be a number above 0, not {shown(cap)}")
+    return Mask(_named("softcap"), floats=[float(cap)], scores=True)
+
+
+def relative_bias(bias: torch.Tensor) -> Mask:
+    """A bias by distance: float (H, N_q + N_k - 1), or 1 instead of H, of the distances of a key's index from
+    a query's, from -(N_q - 1) to N_k - 1; differentiable. (As in T5: Raffel et al., arXiv 1910.10683, section
+    2.1; a table of buckets becomes it by indexing, table[:, buckets].)"""
+    if not isinstance(bias, torch.Tensor) or not bias.dtype.is_floating_point or bias.dim() not in (1, 2):
+        raise ValueError(f"mask: relative_bias() takes a floating-point tensor (H, N_q + N_k - 1), not "
+                         f"{shown(bias)}")
+    bias = _view("bias", bias, "Hk", torch.float32)
+    return Mask(_named("relative_bias"), [Argument("bias", bias, "1H1d", "diagonals")], scores=True)
+
+
+def from_file(path: str | Path, *tensors: torch.Tensor, ints: Sequence[int] = (),
+              floats: Sequence[float] = (), scores: bool = False) -> Mask:
+    """A mask of your own: a file that defines a struct Rule, as those of stages/masks do.
+
+    tensors: up to four of four dimensions or fewer, the first two of size 1, or B and H. The kernel reads
+    them as they are: their types are the file's affair. ints, floats: at most eight and four. scores: it has
+    a score().
+    """
+    path = Path(path).absolute()
+    if not path.is_file():
+        raise ValueError(f"mask: there is no file {path}")
+    arguments = [Argument(f"tensor_{n}", _view(f"tensor {n}", x, "BHqk"), "BH**")
+                 for n, x in enumerate(tensors)]
+    mask = Mask(_named(str(path)), arguments, [_integer("an int", n) for n in ints],
+                [float(x) for x in floats], scores)
+    if len(arguments) > MOST_TENSORS or len(mask.ints) > MOST_INTS or len(mask.floats) > MOST_FLOATS:
+        raise ValueError(f"mask: at most {MOST_TENSORS} tensors, {MOST_INTS} ints and {MOST_FLOATS} floats")
+    return mask
+
+
+def _of_batch(name: str, x: int | torch.Tensor) -> torch.Tensor:
+    """int32 (B, 1, 1, 1)"""
+    x = torch.as_tensor(x)
+    if x.dim() > 1 or x.dtype.is_floating_point or x.dtype == torch.bool:
+        raise ValueError(f"mask: {name} must be ints (B,), not {shown(x)}")
+    return x.to(torch.int32).reshape(-1, 1, 1, 1)
+
+
+def _ids(queries, keys) -> list[Argument]:
+    keys = queries if keys is None else keys
+    return [Argument("queries", _view("queries", queries, "Bq", torch.int32), "B1q1"),
+            Argument("keys", _view("keys", keys, "Bk", torch.int32), "B11k")]
