@@ -168,7 +168,6 @@ __global__ void __launch_bounds__(threads, blocks_per_sm) backward_kernel(BwdPar
     const int64_t first_row = ((int64_t)b * p.H + h) * p.N_q;            // of this head, in L and D
     float* dQ = p.dQ.head(b, h);
     if (!staged && tiles.first < tiles.end) stage_tiles(h, tiles[tiles.first]);
-    staged = false;
     for (int t = tiles.first; t < tiles.end; t++) {                      // line 8
       const int i = tiles[t];
       __syncthreads();                    // all are done with the last tiles, which are now overwritten

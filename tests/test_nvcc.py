@@ -17,8 +17,8 @@ except RuntimeError as error:
 
 # Stages that spill for some d on sm_90a, as their headers say: rungs that the next one mends, and at the end
 # of the branch a few bytes that cost less than what would spare them
-SPILLS = {("bwd", "transposed", 128), ("bwd", "transposed", 256), ("bwd", "split_warps", 128),
-          ("bwd", "ampere_tuned", 128), ("bwd", "ampere_tuned", 256)}
+SPILLS = {("bwd", "recompute", 64), ("bwd", "transposed", 128), ("bwd", "transposed", 256),
+          ("bwd", "split_warps", 128), ("bwd", "ampere_tuned", 128), ("bwd", "ampere_tuned", 256)}
 NOT_IF_DETERMINISTIC = {("bwd", "ampere_tuned", 128)}
 SHARED_MEMORY = {"sm_75": 64 * 1024, "sm_80": 163 * 1024, "sm_90a": 227 * 1024}     # of a block
 # What other readers have: RTX 30, RTX 40 and L4, B200, RTX 50; the stages that calls take compile for them
