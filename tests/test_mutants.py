@@ -251,8 +251,8 @@ BACKWARD_MUTANTS = [
             ("D omitted", r" - D_row\[r\]", ""),
             ("P to the base 2", r"LOG2_E \* \(", "("),
             ("L of the wrong head", r"p\.L\[first_row \+ row\]", "p.L[row]"),
-            ("the next head too late", r"stage_tiles\(h \+ 1,", "stage_tiles(h,"),
-            ("the same tile again", r"stage_tiles\(h, tiles\[t \+ 1\]\)", "stage_tiles(h, i)"),
+            ("the next head too late", r"stage_tiles\(next_h,", "stage_tiles(h,"),
+            ("the same tile again", r"next_h == h \? t \+ 1 :", "next_h == h ? t :"),
             ("K not swizzled", r"row % 2 \* 4\), x", "0), x"),
             ("dK past its end", r"if \(col >= p\.N_k\) continue;", ""),
         ]
@@ -300,7 +300,8 @@ BACKWARD_MUTANTS = [
     ("split_heads", "the wrong heads of dK", r"bh \* group \+ h", "bh + h * p.H_kv"),
     ("split_heads", "scale missing on the sum of dK", r"p\.dK, p\.scale", "p.dK, 1.f"),
     ("split_heads", "dV over dK", r"\(\(makes_dV \? p\.B \* p\.H : 0\) \+ bh\)", "bh"),
-    ("ordered_dq", "tiles of another launch", r"first_j \+ blockIdx\.x % launched", "blockIdx.x % launched + 1"),
+    ("ordered_dq", "tiles of another launch", r"first_j \+ blockIdx\.x % launched",
+     "blockIdx.x % launched + 1"),
     *(
         ("ampere_tuned", what, pattern, replacement)
         for what, pattern, replacement in [
