@@ -1,7 +1,7 @@
 // FlashAttention backward: what it computes, the ladder, and the one entry point. As with flash_fwd.cu, which
 // has the notation, this is the file that is compiled, and the stage comes in as a macro:
 //
-//   nvcc -DSTAGE_FILE='"stages/bwd_02_recompute.cuh"' -DELEMENT=float -DHEAD_DIM=64 \
+//   nvcc -I. -DSTAGE_FILE='"stages/bwd_02_recompute.cuh"' -DELEMENT=float -DHEAD_DIM=64 \
 //        -DMASK_FILE='"stages/masks/causal.cuh"' -DCAUSAL=1 -DNEGATIVE_SCALE=0 -DDETERMINISTIC=0 \
 //        -DBLOCK_R=64 -DBLOCK_C=64 -arch=sm_80 -cubin -Xptxas -v flash_bwd.cu
 //

@@ -1,7 +1,7 @@
 // FlashAttention forward: the notation, the ladder, and the one entry point. This is the file that is
 // compiled; the stage to compile comes in as a macro, and so do its compile-time constants:
 //
-//   nvcc -DSTAGE_FILE='"stages/fwd_04_flash2.cuh"' -DELEMENT=float -DHEAD_DIM=64 \
+//   nvcc -I. -DSTAGE_FILE='"stages/fwd_04_flash2.cuh"' -DELEMENT=float -DHEAD_DIM=64 \
 //        -DMASK_FILE='"stages/masks/causal.cuh"' -DCAUSAL=1 -DNEGATIVE_SCALE=0 \
 //        -DBLOCK_R=64 -DBLOCK_C=64 -arch=sm_80 -cubin -Xptxas -v flash_fwd.cu
 //
