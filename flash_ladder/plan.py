@@ -251,6 +251,10 @@ def mask_tensors(visible: Visible) -> tuple[torch.Tensor, ...]:
     return visible.tensors if isinstance(visible, Bound) else ()
 
 
+def names_of_mask(visible: Visible) -> tuple[str, ...]:
+    return visible.names if isinstance(visible, Bound) else ()
+
+
 def forward_outputs(q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """O and L, to be filled."""
     return empty_like(q), torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
