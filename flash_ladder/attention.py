@@ -16,7 +16,7 @@ from .checks import as_bool, as_scale, check_dimensions, check_memory, check_tan
 from .inspection import current_report
 from .launch import explain_loss, stage_files
 from .loader import debug
-from .masks import Mask, additive, as_mask, boolean
+from .masks import Mask, as_mask, of_tensor
 from .masks import causal as of_causal
 from .operators import Call, as_arguments, as_text, has_dispatch, is_plain, of_text, wanted_of
 from .plan import (
@@ -107,8 +107,7 @@ def scaled_dot_product_attention(query: torch.Tensor, key: torch.Tensor, value: 
             raise RuntimeError("attn_mask and is_causal=True: pass one of them")
         if not isinstance(attn_mask, torch.Tensor):
             raise ValueError(f"attn_mask must be a tensor, not {type(attn_mask).__name__}")
-        mask = boolean(attn_mask) if attn_mask.dtype == torch.bool else additive(attn_mask)
-        mask.arguments = (mask.arguments[0]._replace(name="attn_mask"),)
+        mask = of_tensor("attn_mask", attn_mask)
     return _attend(query, key, value, "is_causal", is_causal, mask, scale, stage, backward, deterministic, {},
                    "any" if enable_gqa else "equal")[0]
 

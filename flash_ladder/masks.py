@@ -81,8 +81,9 @@ class Mask:
         if not isinstance(other, Mask):
             return NotImplemented
         counts = len(self.arguments), len(self.ints), len(self.floats)
-        mask = Mask(json.dumps([how, json.loads(self.text), json.loads(other.text), *counts]),
-                    self.arguments + other.arguments, self.ints + other.ints, self.floats + other.floats,
+        numbers = ", ".join(map(str, counts))
+        mask = Mask(f'["{how}", {self.text}, {other.text}, {numbers}]', self.arguments + other.arguments,
+                    self.ints + other.ints, self.floats + other.floats,
                     self.scores or other.scores, self.slopes or other.slopes)
         for what, found, most in (("tensors", mask.arguments, MOST_TENSORS), ("ints", mask.ints, MOST_INTS),
                                   ("floats", mask.floats, MOST_FLOATS)):
@@ -259,7 +260,8 @@ def _said(x) -> str:
 
 
 def _named(name: str) -> str:
-    return json.dumps(name)
+    """Its text. (Not by json, which torch.compile does not trace.)"""
+    return f'"{name}"'
 
 
 def _tensor(name: str, x) -> torch.Tensor:
@@ -375,7 +377,7 @@ def boolean(seen: torch.Tensor) -> Mask:
     """Any mask: bool, broadcast to (B, H, N_q, N_k); True where the query sees the key."""
     if not isinstance(seen, torch.Tensor) or seen.dtype != torch.bool:
         raise ValueError(f"mask: boolean() takes a tensor of torch.bool, not {_said(seen)}")
-    return Mask(_named("boolean"), [Argument("seen", _view("seen", seen, "BHqk"), "BHqk")])
+    return of_tensor("seen", seen)
 
 
 def additive(bias: torch.Tensor) -> Mask:
@@ -383,8 +385,16 @@ def additive(bias: torch.Tensor) -> Mask:
     to q's type. A pair whose bias is below -1e30 is not seen: so torch.finfo's least number masks, too."""
     if not isinstance(bias, torch.Tensor) or not bias.dtype.is_floating_point:
         raise ValueError(f"mask: additive() takes a tensor of a floating-point type, not {_said(bias)}")
-    return Mask(_named("additive"), [Argument("bias", _view("bias", bias, "BHqk"), "BHqk", "elements")],
-                scores=True)
+    return of_tensor("bias", bias)
+
+
+def of_tensor(name: str, x: torch.Tensor) -> Mask:
+    """boolean() or additive(), of an argument of this name."""
+    if x.dtype == torch.bool:
+        return Mask(_named("boolean"), [Argument(name, _view(name, x, "BHqk"), "BHqk")])
+    if not x.dtype.is_floating_point:
+        raise ValueError(f"mask: {name} must be of torch.bool or a floating-point type, not {x.dtype}")
+    return Mask(_named("additive"), [Argument(name, _view(name, x, "BHqk"), "BHqk", "elements")], scores=True)
 
 
 def alibi(slopes: torch.Tensor) -> Mask:
@@ -427,7 +437,7 @@ def from_file(path: str | Path, *tensors: torch.Tensor, ints: Sequence[int] = ()
         raise ValueError(f"mask: there is no file {path}")
     arguments = [Argument(f"tensor_{n}", _view(f"tensor {n}", x, "BHqk"), "BH**")
                  for n, x in enumerate(tensors)]
-    mask = Mask(_named(str(path)), arguments, [_integer("ints", n) for n in ints],
+    mask = Mask(json.dumps(str(path)), arguments, [_integer("ints", n) for n in ints],
                 [_number("floats", x) for x in floats], scores, slopes=scores)
     if len(arguments) > MOST_TENSORS or len(mask.ints) > MOST_INTS or len(mask.floats) > MOST_FLOATS:
         raise ValueError(f"mask: at most {MOST_TENSORS} tensors, {MOST_INTS} ints and {MOST_FLOATS} floats")

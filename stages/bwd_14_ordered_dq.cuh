@@ -68,8 +68,8 @@ __device__ __forceinline__ int tile_index(int row, int col) { return swizzled(ro
 // One block per tile of K and V, for tiles from first_j on. Line numbers are those of Algorithm 2.
 __global__ void __launch_bounds__(threads) backward_kernel(BwdParams p, Workspace w, float* dKV_parts,
                                                            int first_j) {
-  const int Tr = ceil_div(p.N_q, Br), heads = p.B * p.H, tiles = gridDim.x / heads;        // lines 1, 2
-  const int j = first_j + blockIdx.x % tiles, bh = blockIdx.x / tiles;   // line 5
+  const int Tr = ceil_div(p.N_q, Br), heads = p.B * p.H, columns = gridDim.x / heads;      // lines 1, 2
+  const int j = first_j + blockIdx.x % columns, bh = blockIdx.x / columns;                 // line 5
   const int b = bh / p.H, h = bh % p.H, h_kv = h / (p.H / p.H_kv);
   const int warp = threadIdx.x / 32;
   const bool makes_dV = warp < warps / 2;            // else dK and dQ
