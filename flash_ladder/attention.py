@@ -12,11 +12,11 @@ from pathlib import Path
 import torch
 
 from .ahead import build_variants
-from .checks import as_bool, as_scale, check_dimensions, check_memory, check_tensors
+from .checks import as_bool, as_scale, check_dimensions, check_memory, check_tangent, check_tensors
 from .inspection import current_report
 from .launch import explain_loss, stage_files
 from .loader import debug
-from .masks import Mask, additive, as_mask, boolean
+from .masks import Mask, as_mask, of_tensor
 from .masks import causal as of_causal
 from .operators import Call, as_arguments, as_text, has_dispatch, is_plain, of_text, wanted_of
 from .plan import (
@@ -27,6 +27,7 @@ from .plan import (
     keep,
     mask_file,
     mask_tensors,
+    names_of_mask,
     plan_for,
 )
 from .stage import Stage
@@ -106,7 +107,7 @@ def scaled_dot_product_attention(query: torch.Tensor, key: torch.Tensor, value: 
             raise RuntimeError("attn_mask and is_causal=True: pass one of them")
         if not isinstance(attn_mask, torch.Tensor):
             raise ValueError(f"attn_mask must be a tensor, not {type(attn_mask).__name__}")
-        mask = boolean(attn_mask) if attn_mask.dtype == torch.bool else additive(attn_mask)
+        mask = of_tensor("attn_mask", attn_mask)
     return _attend(query, key, value, "is_causal", is_causal, mask, scale, stage, backward, deterministic, {},
                    "any" if enable_gqa else "equal")[0]
 
@@ -165,7 +166,8 @@ def _key(q, k, v, flag, causal, mask, scale, stage, backward, deterministic, til
             if not is_plain(*tensors):
                 return None
             needs_gradients |= torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
-        if needs_gradients and (q.is_inference() or k.is_inference() or v.is_inference()):
+        if needs_gradients and (q.is_inference() or k.is_inference() or v.is_inference()
+                                or mask and any(x.is_inference() for x in tensors)):
             return None
         device = q.device
         key: tuple = (flag, causal, scale, stage, backward, deterministic, heads, debug(),
@@ -230,14 +232,19 @@ def checked(q, k, v, flag, causal, mask, scale, stage, backward, deterministic, 
         deterministic = as_bool("deterministic", deterministic)
     forward_tiles, backward_tiles = _split(tiles)
     scale = as_scale(scale, q.shape[3])
+    of_mask = mask_tensors(visible)
+    operator |= has_dispatch(*of_mask)
+    named = {f"mask: {name}": x for name, x in zip(names_of_mask(visible), of_mask)}
+    check_memory({name: x for name, x in named.items() if is_plain(x)})
+    for name, x in named.items():
+        check_tangent(name, x)
     forward = choose(stage, q, "fwd", deterministic, causal, **forward_tiles)
     check_mask(forward[0], visible)
-    of_mask = mask_tensors(visible)
     needs_gradients = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v, *of_mask))
-    for name, x in zip(names, (q, k, v), strict=True):
+    for name, x in (*zip(names, (q, k, v), strict=True), *named.items()):
         if needs_gradients and x.is_inference():
             raise ValueError(f"{name} was made in inference mode, so autograd cannot keep it: pass "
-                             f"{name}.clone()")
+                             f"{name.removeprefix('mask: ')}.clone()")
     chosen = None
     if needs_gradients or backward is not None or backward_tiles:
         backward, sizes = choose(backward, q, "bwd", deterministic, causal, **backward_tiles)

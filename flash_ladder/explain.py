@@ -155,8 +155,8 @@ def _choice(call: Checked, direction: str, asked, stage: Stage, tiles: dict[str,
         tensors |= {"dO": q, "dQ": q, "dK": k, "dV": v}
     plan = plan_for(stage, tiles, deterministic, call.visible, call.scale, tensors)
     causal = isinstance(call.visible, int)
-    macros = definitions(stage, q.dtype, d, causal, tiles, deterministic, call.scale < 0,
-                         mask_file(call.visible))
+    mask = mask_file(call.visible)
+    macros = definitions(stage, q.dtype, d, causal, tiles, deterministic, call.scale < 0, mask)
     kernels: list[Kernel] = []
     problem = ""
     try:
@@ -176,4 +176,4 @@ def _choice(call: Checked, direction: str, asked, stage: Stage, tiles: dict[str,
         stage.shared_bytes(d, tiles), plan.workspace_bytes,
         FLOPS_PER_COLUMN[direction] * B * H * d * visible_pairs(N_q, N_k, call.visible),
         stage.hbm_bytes(B, H, N_q, N_k, d, H_kv=H_kv, **tiles), architecture, tuple(kernels), problem,
-        tuple(source_files(ROOT / f"flash_{direction}.cu", stage.path)))
+        tuple(source_files(ROOT / f"flash_{direction}.cu", stage.path, *[mask] if mask else [])))

@@ -12,7 +12,6 @@ i + N_k - N_q.
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import json
 import os
@@ -26,7 +25,7 @@ import torch
 from .cache import build_folder
 from .simulator.guards import once
 from .sources import STAGES
-from .values import shown
+from .values import as_integer, shown
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -48,22 +47,25 @@ class Argument(NamedTuple):
 
     extents: what its four dimensions stand for, each of size 1 or that: "B", "H", "q", "k", "d" for the
     N_q + N_k - 1 distances of a key from a query; "*" for any size. gradient: "elements" or "diagonals"
-    of the scores, that are added up for it; "" for none.
+    of the scores, that are added up for it; "" for none. number: it was a number, and so is at home on any
+    device.
     """
 
     name: str
     tensor: torch.Tensor
     extents: str
     gradient: str = ""
+    number: bool = False
 
 
 class Mask:
     """What the functions of this module make; combine them with & and |."""
 
     def __init__(self, text: str, arguments: Sequence[Argument] = (), ints: Sequence[int | Diagonal] = (),
-                 floats: Sequence[float] = (), scores: bool = False):
-        """text: the expression of files, in JSON. scores: it changes scores."""
-        self.text, self.scores = text, scores
+                 floats: Sequence[float] = (), scores: bool = False, slopes: bool = False):
+        """text: the expression of files, in JSON. scores: it changes scores. slopes: and not just by adding
+        to them."""
+        self.text, self.scores, self.slopes = text, scores, slopes
         self.arguments, self.ints, self.floats = tuple(arguments), tuple(ints), tuple(floats)
 
     def __and__(self, other: Mask) -> Mask:
@@ -79,9 +81,10 @@ class Mask:
         if not isinstance(other, Mask):
             return NotImplemented
         counts = len(self.arguments), len(self.ints), len(self.floats)
-        mask = Mask(json.dumps([how, json.loads(self.text), json.loads(other.text), *counts]),
-                    self.arguments + other.arguments, self.ints + other.ints, self.floats + other.floats,
-                    self.scores or other.scores)
+        numbers = ", ".join(map(str, counts))
+        mask = Mask(f'["{how}", {self.text}, {other.text}, {numbers}]', self.arguments + other.arguments,
+                    self.ints + other.ints, self.floats + other.floats,
+                    self.scores or other.scores, self.slopes or other.slopes)
         for what, found, most in (("tensors", mask.arguments, MOST_TENSORS), ("ints", mask.ints, MOST_INTS),
                                   ("floats", mask.floats, MOST_FLOATS)):
             if len(found) > most:
@@ -102,7 +105,10 @@ class Mask:
         """
         from .tiles import tiles_of
 
-        device = next((each.tensor.device for each in self.arguments), torch.device("cpu"))
+        for name, size in (("N_q", N_q), ("N_k", N_k), ("Br", Br), ("Bc", Bc)):
+            if size is not None and not 1 <= (as_integer(size) or 0) <= FAR:
+                raise ValueError(f"{name} must be an integer of at least 1, not {shown(size)}")
+        device = next((each.tensor.device for each in self.arguments if not each.number), torch.device("cpu"))
         B, H = (max([1, *(each.tensor.shape[n] for each in self.arguments)]) for n in (0, 1))
         q, k = (torch.empty(B, H, N, 0, device=device) for N in (N_q, N_q if N_k is None else N_k))
         return tiles_of(self.bind(q, k), B, H, q.shape[2], k.shape[2], Br, Bc, device)
@@ -121,17 +127,23 @@ class Mask:
         B, H, N_q, N_k = q.shape[0], q.shape[1], q.shape[2], k.shape[2]
         sizes = {"B": B, "H": H, "q": N_q, "k": N_k, "d": N_q + N_k - 1}
         tensors = []
-        for name, x, extents, gradient in self.arguments:
+        for name, x, extents, gradient, number in self.arguments:
             for size, extent in zip(x.shape, extents, strict=True):
                 if extent != "*" and size not in (1, sizes.get(extent, 1)):
                     wanted = ", ".join(str(sizes.get(e, e)) for e in extents)
                     raise ValueError(f"mask: {name} has shape {tuple(x.shape)}, as (B, H, rows, columns); "
                                      f"for these q and k it must be ({wanted}), or 1 in any of them")
+            if number and x.device != q.device:
+                x = torch.full_like(x, int(x), device=q.device)
             if x.device != q.device:
                 raise ValueError(f"mask: {name} is on {x.device}, q on {q.device}: move it there")
             if x.requires_grad and not gradient and torch.is_grad_enabled():
                 raise ValueError(f"mask: {name} requires grad, and the mask has no gradient for it: "
                                  f"pass {name}.detach()")
+            if x.requires_grad and self.slopes and torch.is_grad_enabled():
+                raise ValueError(f"mask: {name} requires grad, and no stage has a gradient for a bias "
+                                 "together with softcap, or another mask with a slope(): pass "
+                                 f"{name}.detach()")
             if gradient == "elements":
                 x = x.to(q.dtype)
             tensors.append(x)
@@ -201,7 +213,6 @@ def _diagonals(dS: torch.Tensor) -> torch.Tensor:
 
 
 # ------------------------------------------------------------------------------------------ files
-@functools.cache
 def file_of(text: str) -> Path:
     """The file to compile a stage with; of a combination, it is written into the build folder."""
     expression = json.loads(text)
@@ -240,18 +251,32 @@ def as_mask(mask) -> Mask:
         return from_file(mask)
     if not isinstance(mask, Mask):
         raise ValueError(f"mask must be one of flash.masks, or the pathlib.Path of a file like those of "
-                         f"stages/masks, not {shown(mask)}")
+                         f"stages/masks, not {_said(mask)}; of a tensor, flash.masks.boolean() or additive()")
     return mask
 
 
+def _said(x) -> str:
+    return f"{x.dtype} of shape {tuple(x.shape)}" if isinstance(x, torch.Tensor) else shown(x)
+
+
 def _named(name: str) -> str:
-    return json.dumps(name)
+    """Its text. (Not by json, which torch.compile does not trace.)"""
+    return f'"{name}"'
+
+
+def _tensor(name: str, x) -> torch.Tensor:
+    """What stands for one, as one."""
+    if isinstance(x, torch.Tensor):
+        return x
+    try:
+        return torch.as_tensor(x)
+    except (TypeError, ValueError, RuntimeError, OverflowError):
+        raise ValueError(f"mask: {name} must be a tensor, not {shown(x)}") from None
 
 
 def _view(name: str, x: torch.Tensor, dims: str, dtype: torch.dtype | None = None) -> torch.Tensor:
     """Four-dimensional. dims: what its dimensions are, of "BHqk", as in "Bk"; it may lack the first ones."""
-    if not isinstance(x, torch.Tensor):
-        x = torch.as_tensor(x)
+    x = _tensor(name, x)
     if x.is_nested or x.layout != torch.strided:
         raise ValueError(f"mask: {name} must be a dense tensor")
     if x.dim() > len(dims):
@@ -265,13 +290,23 @@ def _view(name: str, x: torch.Tensor, dims: str, dtype: torch.dtype | None = Non
     for axis, dim in enumerate("BHqk"):
         if dim not in there:
             x = x.unsqueeze(axis)
-    return once(x) if not torch.compiler.is_compiling() else x
+    if torch.compiler.is_compiling():
+        return x
+    x = x.resolve_neg()
+    return x if x.requires_grad else once(x)   # of a tensor that is expanded, each element has a gradient
 
 
 def _integer(name: str, n) -> int:
     if isinstance(n, bool) or not isinstance(n, int) or abs(n) > FAR:
         raise ValueError(f"mask: {name} must be an int from -2^30 to 2^30, not {shown(n)}")
     return n
+
+
+def _number(name: str, x) -> float:
+    try:
+        return float(x)
+    except (TypeError, ValueError, OverflowError):
+        raise ValueError(f"mask: {name} must be numbers, not {shown(x)}") from None
 
 
 # ------------------------------------------------------------------------------------------ the masks
@@ -302,20 +337,24 @@ def prefix(length: int | torch.Tensor, diagonal: int | None = None) -> Mask:
 
     (Raffel et al., arXiv 1910.10683, section 3.2.1.)
     """
-    return Mask(_named("prefix"), [Argument("length", _of_batch("length", length), "B111")],
+    number = isinstance(length, int)
+    if number and not isinstance(length, bool):
+        _integer("length", length)
+    return Mask(_named("prefix"), [Argument("length", _of_batch("length", length), "B111", number=number)],
                 [Diagonal(0) if diagonal is None else _integer("diagonal", diagonal)])
 
 
 def padding(first: torch.Tensor | None = None, end: torch.Tensor | None = None) -> Mask:
     """Of batch element b, the keys from first[b] to end[b] - 1 are there; int32 (B,). None: from 0, to the
     last one."""
-    if first is None and end is None:
+    starts = None if first is None else _of_batch("first", first)
+    ends = None if end is None else _of_batch("end", end)
+    some = ends if starts is None else starts
+    if some is None:
         raise ValueError("mask: padding() needs `first`, `end` or both")
-    some = first if end is None else end
-    first = torch.zeros_like(torch.as_tensor(some)) if first is None else first
-    end = torch.full_like(torch.as_tensor(some), FAR) if end is None else end
-    return Mask(_named("padding"), [Argument("first", _of_batch("first", first), "B111"),
-                                    Argument("end", _of_batch("end", end), "B111")])
+    starts = torch.zeros_like(some) if starts is None else starts
+    ends = torch.full_like(some, FAR) if ends is None else ends
+    return Mask(_named("padding"), [Argument("first", starts, "B111"), Argument("end", ends, "B111")])
 
 
 def document(queries: torch.Tensor, keys: torch.Tensor | None = None) -> Mask:
@@ -337,17 +376,25 @@ def block_causal(queries: torch.Tensor, keys: torch.Tensor | None = None) -> Mas
 def boolean(seen: torch.Tensor) -> Mask:
     """Any mask: bool, broadcast to (B, H, N_q, N_k); True where the query sees the key."""
     if not isinstance(seen, torch.Tensor) or seen.dtype != torch.bool:
-        raise ValueError(f"mask: boolean() takes a tensor of torch.bool, not {shown(seen)}")
-    return Mask(_named("boolean"), [Argument("seen", _view("seen", seen, "BHqk"), "BHqk")])
+        raise ValueError(f"mask: boolean() takes a tensor of torch.bool, not {_said(seen)}")
+    return of_tensor("seen", seen)
 
 
 def additive(bias: torch.Tensor) -> Mask:
     """A bias, broadcast to (B, H, N_q, N_k), is added to the scaled scores; differentiable. It is converted
     to q's type. A pair whose bias is below -1e30 is not seen: so torch.finfo's least number masks, too."""
     if not isinstance(bias, torch.Tensor) or not bias.dtype.is_floating_point:
-        raise ValueError(f"mask: additive() takes a tensor of a floating-point type, not {shown(bias)}")
-    return Mask(_named("additive"), [Argument("bias", _view("bias", bias, "BHqk"), "BHqk", "elements")],
-                scores=True)
+        raise ValueError(f"mask: additive() takes a tensor of a floating-point type, not {_said(bias)}")
+    return of_tensor("bias", bias)
+
+
+def of_tensor(name: str, x: torch.Tensor) -> Mask:
+    """boolean() or additive(), of an argument of this name."""
+    if x.dtype == torch.bool:
+        return Mask(_named("boolean"), [Argument(name, _view(name, x, "BHqk"), "BHqk")])
+    if not x.dtype.is_floating_point:
+        raise ValueError(f"mask: {name} must be of torch.bool or a floating-point type, not {x.dtype}")
+    return Mask(_named("additive"), [Argument(name, _view(name, x, "BHqk"), "BHqk", "elements")], scores=True)
 
 
 def alibi(slopes: torch.Tensor) -> Mask:
@@ -361,9 +408,9 @@ def alibi(slopes: torch.Tensor) -> Mask:
 
 def softcap(cap: float) -> Mask:
     """A score x becomes cap * tanh(x / cap). (Gemma 2, arXiv 2408.00118, section 2.)"""
-    if not isinstance(cap, (int, float)) or not 0 < cap < float("inf"):
+    if isinstance(cap, bool) or not isinstance(cap, (int, float)) or not 0 < cap < float("inf"):
         raise ValueError(f"mask: cap must be a number above 0, not {shown(cap)}")
-    return Mask(_named("softcap"), floats=[float(cap)], scores=True)
+    return Mask(_named("softcap"), floats=[float(cap)], scores=True, slopes=True)
 
 
 def relative_bias(bias: torch.Tensor) -> Mask:
@@ -372,7 +419,7 @@ def relative_bias(bias: torch.Tensor) -> Mask:
     2.1; a table of buckets becomes it by indexing, table[:, buckets].)"""
     if not isinstance(bias, torch.Tensor) or not bias.dtype.is_floating_point or bias.dim() not in (1, 2):
         raise ValueError(f"mask: relative_bias() takes a floating-point tensor (H, N_q + N_k - 1), not "
-                         f"{shown(bias)}")
+                         f"{_said(bias)}")
     bias = _view("bias", bias, "Hk", torch.float32)
     return Mask(_named("relative_bias"), [Argument("bias", bias, "1H1d", "diagonals")], scores=True)
 
@@ -383,15 +430,15 @@ def from_file(path: str | Path, *tensors: torch.Tensor, ints: Sequence[int] = ()
 
     tensors: up to four of four dimensions or fewer, the first two of size 1, or B and H. The kernel reads
     them as they are: their types are the file's affair. ints, floats: at most eight and four. scores: it has
-    a score().
+    a score(); it may have a slope(), too.
     """
     path = Path(path).absolute()
     if not path.is_file():
         raise ValueError(f"mask: there is no file {path}")
     arguments = [Argument(f"tensor_{n}", _view(f"tensor {n}", x, "BHqk"), "BH**")
                  for n, x in enumerate(tensors)]
-    mask = Mask(_named(str(path)), arguments, [_integer("an int", n) for n in ints],
-                [float(x) for x in floats], scores)
+    mask = Mask(json.dumps(str(path)), arguments, [_integer("ints", n) for n in ints],
+                [_number("floats", x) for x in floats], scores, slopes=scores)
     if len(arguments) > MOST_TENSORS or len(mask.ints) > MOST_INTS or len(mask.floats) > MOST_FLOATS:
         raise ValueError(f"mask: at most {MOST_TENSORS} tensors, {MOST_INTS} ints and {MOST_FLOATS} floats")
     return mask
@@ -399,9 +446,9 @@ def from_file(path: str | Path, *tensors: torch.Tensor, ints: Sequence[int] = ()
 
 def _of_batch(name: str, x: int | torch.Tensor) -> torch.Tensor:
     """int32 (B, 1, 1, 1)"""
-    x = torch.as_tensor(x)
+    x = _tensor(name, x)
     if x.dim() > 1 or x.dtype.is_floating_point or x.dtype == torch.bool:
-        raise ValueError(f"mask: {name} must be ints (B,), not {shown(x)}")
+        raise ValueError(f"mask: {name} must be ints (B,), not {_said(x)}")
     return x.to(torch.int32).reshape(-1, 1, 1, 1)
 
 

@@ -228,7 +228,9 @@ def _differentiate(ctx, dO, dL):
     waiting = iter(by_mask)
     wanted = ctx.options[-1]
     by_tensors = [next(waiting) if want else None for want in wanted] or [None] * len(of_mask)
-    return (*needed, None, None, by_tensors, *[None] * 12)
+    # An empty list may be one of tensors, so PyTorch wants a list for it
+    of_lists: list[list | None] = [None if x else [] for x in (ints, floats, ctx.options[-2], wanted)]
+    return (*needed, None, None, by_tensors, *of_lists[:2], *[None] * 8, *of_lists[2:])
 
 
 _forward_op.register_autograd(_differentiate, setup_context=_save)

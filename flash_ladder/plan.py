@@ -153,7 +153,7 @@ class Plan:
         own = dict(zip(self._mask_names(), tensors[len(TENSORS[direction]):]))
         gradient = own.pop(GRADIENT, None)
         if gradient is not None:
-            outputs[GRADIENT] = gradient
+            outputs[GRADIENT] = gradient.flatten(0, 1)  # of three dimensions: without red zones between heads
         with report.guarded(inputs | own, outputs) as at:
             for name in named:
                 address = at[name].data_ptr()
@@ -249,6 +249,10 @@ def mask_file(visible: Visible) -> Path | None:
 
 def mask_tensors(visible: Visible) -> tuple[torch.Tensor, ...]:
     return visible.tensors if isinstance(visible, Bound) else ()
+
+
+def names_of_mask(visible: Visible) -> tuple[str, ...]:
+    return visible.names if isinstance(visible, Bound) else ()
 
 
 def forward_outputs(q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
