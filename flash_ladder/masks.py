@@ -382,7 +382,7 @@ def boolean(seen: torch.Tensor) -> Mask:
 
 def additive(bias: torch.Tensor) -> Mask:
     """A bias, broadcast to (B, H, N_q, N_k), is added to the scaled scores; differentiable. It is converted
-    to q's type. A pair whose bias is below -1e30 is not seen: so torch.finfo's least number masks, too."""
+    to q's type. A pair whose bias is -1e30 or less is not seen: so torch.finfo's least number masks, too."""
     if not isinstance(bias, torch.Tensor) or not bias.dtype.is_floating_point:
         raise ValueError(f"mask: additive() takes a tensor of a floating-point type, not {_said(bias)}")
     return of_tensor("bias", bias)
