@@ -1,5 +1,5 @@
-"""The rest is in pyproject.toml. Here: flash_fwd.cu, flash_bwd.cu and stages/ go into the wheel, as data of
-the package, under flash_ladder/sources/. In the tree they stay where they are."""
+"""The rest is in pyproject.toml. Here: flash_fwd.cu, flash_bwd.cu, flash_mask.cu and stages/ go into the
+wheel, as data of the package, under flash_ladder/sources/. In the tree they stay where they are."""
 
 import shutil
 from pathlib import Path
@@ -8,7 +8,7 @@ from setuptools import setup
 from setuptools.command.build_py import build_py
 
 TREE = Path(__file__).resolve().parent
-SOURCES = ("flash_fwd.cu", "flash_bwd.cu", "stages/*.cuh", "stages/*/*.cuh")
+SOURCES = ("flash_fwd.cu", "flash_bwd.cu", "flash_mask.cu", "stages/*.cuh", "stages/*/*.cuh")
 
 
 class BuildWithSources(build_py):

@@ -300,7 +300,7 @@ BACKWARD_MUTANTS = [
     ("split_heads", "the wrong heads of dK", r"bh \* group \+ h", "bh + h * p.H_kv"),
     ("split_heads", "scale missing on the sum of dK", r"p\.dK, p\.scale", "p.dK, 1.f"),
     ("split_heads", "dV over dK", r"\(\(makes_dV \? p\.B \* p\.H : 0\) \+ bh\)", "bh"),
-    ("ordered_dq", "tiles of another launch", r"first_j \+ blockIdx\.x % tiles", "blockIdx.x % tiles + 1"),
+    ("ordered_dq", "tiles of another launch", r"first_j \+ blockIdx\.x % \w+", "blockIdx.x % columns + 1"),
     *(
         ("ampere_tuned", what, pattern, replacement)
         for what, pattern, replacement in [
