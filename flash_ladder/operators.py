@@ -14,8 +14,8 @@ import torch
 from torch.autograd import forward_ad
 from torch.utils.flop_counter import register_flop_formula
 
+from .bound import Bound
 from .checks import check_tangent, check_tensors
-from .masks import Bound
 from .plan import (
     FLOPS_PER_COLUMN,
     Plan,

@@ -14,13 +14,13 @@ from pathlib import Path
 
 import torch
 
+from .bound import Bound, gradients_of
+from .bound import strides_of as mask_strides_of
 from .checks import aligned, as_scale
 from .devices import shared_memory_per_block
 from .inspection import current_report
 from .launch import PARAMS, Library, MaskTensor, Tensor, definitions, explain_loss, latest, load
 from .loader import debug
-from .masks import Bound, gradients_of
-from .masks import strides_of as mask_strides_of
 from .registry import find_stage, stages
 from .stage import MANY, Stage
 

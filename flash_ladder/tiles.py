@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from .bound import Bound
 from .launch import ELEMENTS, Library, MaskParams
-from .masks import Bound
 from .plan import fill_mask
 
 if TYPE_CHECKING:

@@ -196,8 +196,7 @@ __global__ void __launch_bounds__(threads, blocks_per_sm) backward_kernel(BwdPar
         }
         for (int c = 0; c < cols; c++) S_reg[r][c] = fast_exp2(LOG2_E * (scale * S_reg[r][c] - L_row[r]));
         for (int c = 0; cut && c < cols; c++) {
-          const int col = j * Bc + S_col + c / 4 * 32 + c % 4;
-          if (!mask.sees(row, col)) S_reg[r][c] = 0.f;
+          if (!mask.sees(row, j * Bc + S_col + c / 4 * 32 + c % 4)) S_reg[r][c] = 0.f;
         }
         for (int c = 0; c < cols; c += 4) {
           const int to = (S_row + 4 * r) * Bc + ((S_col + 8 * c) ^ 16 * odd);

@@ -29,6 +29,7 @@ def pairs_of(dtype) -> list:
 PAIRS = [pytest.param(*pair, id="-".join(map(str, pair)).replace("torch.", ""))
          for dtype in flash.DTYPES.values() for pair in pairs_of(dtype)]
 STAGES = {"stage": "flash2", "backward": "naive"}  # of all tests of one shape: so they build once
+ALL_PAIRS = None, None, [], [], []  # of an operator: no diagonal, no mask
 
 
 def leaves(device="cpu", needed="qkv", d=16, dtype=torch.float32):
@@ -219,7 +220,7 @@ def test_no_forward_mode_derivative():
     for i, name in enumerate(("o", "L", "dO", "dL")):
         with forward_ad.dual_level(), pytest.raises(ValueError, match=f"^{name} has a tangent, .*primal"):
             given = [forward_ad.make_dual(x, x) if i == j else x for j, x in enumerate((o, lse, do, dlse))]
-            torch.ops.flash.backward(q, k, v, *given, None, None, None, False, None, None)
+            torch.ops.flash.backward(q, k, v, *given, *ALL_PAIRS, None, None, False, None, None, [], [])
     with pytest.raises(ValueError, match="does not take part in torch.func's transforms"):
         torch.func.grad(lambda q: flash.attention(q, k, v).sum())(q)
 
@@ -512,7 +513,7 @@ def test_16_bit_training_before_sm_80(deterministic):
     assert all(x.dtype == torch.float16 for x in gradients)
     if deterministic:
         assert all(torch.equal(x, y) for x, y in zip(of_compiled, of_o))
-        (call,) = (c for c in attention._calls.values() if c.diagonal is not None)
+        (call,) = (c for c in attention._calls.values() if c.visible is not None)
         assert call.backward[0].deterministic
     with pytest.raises(RuntimeError, match="^backward stage 'mma' cannot run on cpu: needs sm_80"):
         flash.attention(q, k, v, backward="mma")
@@ -643,26 +644,28 @@ def test_export():
 
 
 SAMPLES = {
-    "plain": lambda q, k, v: (q, k, v, None, None, None, None, None, None, None, None, None),
-    "all": lambda q, k, v: (q, k, v, -3, 0.3, "flash2", "naive", True, 32, 32, 8, 16),
+    "plain": lambda q, k, v: (q, k, v, *ALL_PAIRS, *[None] * 8, [], []),
+    "all": lambda q, k, v: (q, k, v, -3, *ALL_PAIRS[1:], 0.3, "flash2", "naive", True, 32, 32, 8, 16, [], []),
     "strided": lambda q, k, v: (*(x.detach().transpose(1, 2).contiguous().transpose(1, 2).requires_grad_()
-                                  for x in (q, k)), v[:, :1].expand(v.shape), 0, *[None] * 8),
+                                  for x in (q, k)), v[:, :1].expand(v.shape), 0, *ALL_PAIRS[1:],
+                                *[None] * 8, [], []),
 }
 
 
 @pytest.mark.parametrize("sample", SAMPLES)
 def test_opcheck(sample, device):
-    """PyTorch's own tests of both operators: schema, fake tensors, autograd, tracing with dynamic shapes."""
+    """PyTorch's own tests of both operators: schema, fake tensors, autograd, tracing with dynamic shapes.
+    (With a mask: test_mask_calls.py.)"""
     arguments = SAMPLES[sample](*leaves(device))
     torch.library.opcheck(torch.ops.flash.forward, arguments)
-    q, k, v, diagonal, scale, _, backward, deterministic, *_, Br, Bc = (
+    q, k, v, diagonal, *_, scale, _, backward, deterministic, _, _, Br, Bc, _, _ = (
         x.detach() if isinstance(x, torch.Tensor) else x for x in arguments)
     o, lse = torch.ops.flash.forward(*arguments)
     do, dlse = random_gradients(q)
     for dL in (dlse, None):
         torch.library.opcheck(torch.ops.flash.backward, (
-            q, k, v, o.detach(), lse.detach(), do, dL, diagonal, scale, backward, bool(deterministic), Br,
-            Bc))
+            q, k, v, o.detach(), lse.detach(), do, dL, diagonal, *ALL_PAIRS[1:], scale, backward,
+            bool(deterministic), Br, Bc, [], []))
 
 
 @pytest.mark.usefixtures("nothing_is_built")
@@ -670,8 +673,8 @@ def test_the_operators_refuse_what_attention_refuses():
     q, k, v = (x.detach() for x in leaves())
     lse = torch.zeros(q.shape[:3])
     with pytest.raises(ValueError, match="^v has shape"):
-        torch.ops.flash.forward(q, k, v[:, :, 1:], *[None] * 9)
-    rest = (None, None, None, False, None, None)
+        torch.ops.flash.forward(q, k, v[:, :, 1:], *ALL_PAIRS, *[None] * 8, [], [])
+    rest = (*ALL_PAIRS, None, None, False, None, None, [], [])
     with pytest.raises(ValueError, match=r"^dO must have shape \(1, 4, 23, 16\) .*; it has \(1, 4, 22, 16\)"):
         torch.ops.flash.backward(q, k, v, q, lse, q[:, :, 1:], None, *rest)
     with pytest.raises(ValueError, match=r"^L must have shape \(1, 4, 23\)"):
@@ -683,10 +686,10 @@ def test_the_operators_refuse_what_attention_refuses():
     with FakeTensorMode() as mode:
         q, k, v, lse = map(mode.from_tensor, (q, k, v, lse))
         with pytest.raises(ValueError, match="^v has shape"):
-            torch.ops.flash.forward(q, k, v[:, :, 1:], *[None] * 9)
+            torch.ops.flash.forward(q, k, v[:, :, 1:], *ALL_PAIRS, *[None] * 8, [], [])
         with pytest.raises(ValueError, match="^v has shape"):
             torch.ops.flash.backward(q, k, v[:, :, 1:], q, lse, q, None, *rest)
-        assert torch.ops.flash.forward(q, k, v, *[None] * 9)[1].shape == lse.shape
+        assert torch.ops.flash.forward(q, k, v, *ALL_PAIRS, *[None] * 8, [], [])[1].shape == lse.shape
 
 
 # ------------------------------------------------------------------------------------------ checkpoint

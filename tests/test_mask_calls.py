@@ -77,6 +77,17 @@ def test_a_bias_with_the_negative_bit():
     assert torch.equal(*o)
 
 
+@pytest.mark.parametrize("stage", ["flash2", "fp32_tuned"])
+def test_a_nan_of_a_bias_is_not_lost(stage):
+    """The row, and no other, is NaN, as in PyTorch. Infinity is a NaN as well: inf - inf."""
+    q, k, v = (x.detach() for x in qkv())
+    for value in (math.nan, math.inf):
+        bias = torch.zeros(N_q, N_k)
+        bias[3, 4] = value
+        o = flash.attention(q, k, v, mask=M.additive(bias), stage=stage)
+        assert o[:, :, 3].isnan().all() and o[:, :, :3].isfinite().all() and o[:, :, 4:].isfinite().all()
+
+
 # ------------------------------------------------------------------------------------------ attn_mask
 @pytest.mark.parametrize("shape", [(N_q, N_k), (H, 1, N_k), (B, 1, N_q, N_k), (B, H, N_q, N_k)], ids=str)
 @pytest.mark.parametrize("kind", ["bool", "float"])
