@@ -31,7 +31,7 @@ MASKS = ("mask_params.cuh", "rule.cuh", "tile_lists.cuh")
 RULES = ("causal.cuh", "none.cuh")
 # Lines of mask.cuh that only other rules run: those that begin after key 0, are no ranges, or change scores
 OTHER_RULES = re.compile(r"\bt < cut\b|whole_j|p\.mask\.|\bscores &&|has_gradient|unseen_by|first_tile|"
-                         r"first_key\(end|is_range\) return t|low < high")
+                         r"first_key\(end|is_range\) return t|low < high|min\(row, N_q")
 
 
 @dataclass(frozen=True)

@@ -86,6 +86,8 @@ def call_file(call: Call) -> bytes:
     kind = PARAMS[direction]
     params = kind(B=q.shape[0], H=q.shape[1], H_kv=k.shape[1], N_q=q.shape[2], N_k=k.shape[2],
                   diagonal=call.diagonal or 0, scale=as_scale(None, q.shape[3]))
+    params.mask.B = params.mask.H = 1
+    params.mask.ints[0] = call.diagonal or 0
     every = call.tensors | outputs(call)
     parts, data = b"", b""
     for name in TENSORS[direction]:
@@ -143,6 +145,7 @@ class Program:
         q = call.tensors["Q"]
         macros = flash.definitions(self.stage, q.dtype, q.shape[3], call.diagonal is not None, call.tiles)
         macros["STAGE_FILE"] = f'"{self.source}"'
+        macros["MASK_FILE"] = f'"{macros["MASK_FILE"]}"'
         return "-shared", "-Xcompiler", "-fPIC", *(f"-D{name}={value}" for name, value in macros.items())
 
     def builds(self, architecture: str) -> Iterator[tuple]:

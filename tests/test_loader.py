@@ -188,7 +188,7 @@ def test_params_must_not_drift(direction, monkeypatch):
 
     monkeypatch.setitem(launch.PARAMS, direction, Longer)
     monkeypatch.setattr(launch, "_libraries", {})
-    with pytest.raises(RuntimeError, match=f"Longer in flash_{direction}.cu and its twin in launch.py"):
+    with pytest.raises(RuntimeError, match=f"Longer in flash_{direction}.cu and its twin in Python"):
         q, k, v = random_qkv(1, 1, 1, 10, 10, 16, "cpu")
         flash.attention(q.requires_grad_(), k, v).sum().backward()
 

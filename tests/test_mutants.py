@@ -213,7 +213,7 @@ BACKWARD_MUTANTS = [
     ("recompute", "L of the wrong row", r"p\.L\[first_row \+ row\]", "p.L[first_row + warp * rows + r]"),
     ("recompute", "causal: a tile of Q too few", r"(max\(rule\.first_row.* / BLOCK_R)", r"\1 + CAUSAL"),
     ("recompute", "P not transposed", r" P_smem\[row \* Bc \+ (.*?)\]", r" P_smem[(\1) * Bc + row]"),
-    ("recompute", "Q in the place of dO", r"\* gradient;", "* query;"),
+    ("recompute", "Q in the place of dO", r"\* gradient;  // line 12", "* query;  // line 12"),
     ("recompute", "dQ of one block alone", r"atomicAdd\((dQ .*?), (.*)\);", r"*(\1) = \2;"),
     ("recompute", "dK past its end", r"if \(col >= p\.N_k\) continue;", ""),
     *(
@@ -246,7 +246,7 @@ BACKWARD_MUTANTS = [
         ("fp32_tuned", what, pattern, replacement)
         for what, pattern, replacement in [
             ("dV with the rows of dK", r"p\.dV\.stride_n", "p.dK.stride_n"),
-            ("the mask off by one", r"mask\.sees\(row, col\)", "mask.sees(row, col + 1)"),
+            ("the mask off by one", r"mask\.sees\(row, j", "mask.sees(row, 1 + j"),
             ("a tile on the diagonal not masked", r"mask\.cuts\(tiles, t, j\)", "(i + 1) * Br > p.N_q"),
             ("D omitted", r" - D_row\[r\]", ""),
             ("P to the base 2", r"LOG2_E \* \(", "("),

@@ -17,8 +17,10 @@ except RuntimeError as error:
 
 # Stages that spill for some d on sm_90a, as their headers say: rungs that the next one mends, and at the end
 # of the branch a few bytes that cost less than what would spare them
-SPILLS = {("bwd", "recompute", 64), ("bwd", "transposed", 128), ("bwd", "transposed", 256),
+SPILLS = {("bwd", "recompute", 64), ("fwd", "wide_warps", 64),
+          ("bwd", "transposed", 128), ("bwd", "transposed", 256),
           ("bwd", "split_warps", 128), ("bwd", "ampere_tuned", 128), ("bwd", "ampere_tuned", 256)}
+ALSO_ON = {("bwd", "recompute", 64): ("sm_75", "sm_80", "sm_90a")}
 NOT_IF_DETERMINISTIC = {("bwd", "ampere_tuned", 128)}
 SHARED_MEMORY = {"sm_75": 64 * 1024, "sm_80": 163 * 1024, "sm_90a": 227 * 1024}     # of a block
 # What other readers have: RTX 30, RTX 40 and L4, B200, RTX 50; the stages that calls take compile for them
@@ -69,6 +71,7 @@ def test_compiles_without_spills(stage, deterministic, architecture, tmp_path):
     if not stage.default and architecture != "sm_90a":
         del cases[1:]
     able = types_on(architecture, stage)
+    spilled: dict[tuple, bool] = {}
     for d, causal in cases + [(64, False), (128, True)] * (bool(stage.default) and architecture == "sm_90a"):
         dtype = able[-1] if d == 128 else able[0]
         if not stage.default:
@@ -85,15 +88,16 @@ def test_compiles_without_spills(stage, deterministic, architecture, tmp_path):
             )
             case = stage.direction, stage.name, d
             spills = case in SPILLS and not (deterministic and case in NOT_IF_DETERMINISTIC)
-            if spills and architecture == "sm_90a":
-                assert set(frames) != {("0", "0", "0")}, f"{stage} does not spill: take it off the list"
+            if spills and architecture in ALSO_ON.get(case, ("sm_90a",)):
+                spilled[case] = spilled.get(case, False) or set(frames) != {("0", "0", "0")}
                 continue
             assert "warning" not in report, report
             assert frames and set(frames) == {("0", "0", "0")}, f"d={d}, causal={causal}, {tiles}: {report}"
+    assert all(spilled.values()), f"{stage} does not spill: take it off the list"
 
 
 # Spilled there, as the header says, in bytes; which costs nobody knows: none of these GPUs was at hand
-SPILLED = {("fp32_tuned", "sm_100"): 20, ("fp32_tuned", "sm_120"): 8}
+SPILLED = {("fp32_tuned", "sm_100"): 16, ("fp32_tuned", "sm_120"): 4}
 
 
 @pytest.mark.skipif(NVCC is None, reason=WHY_NOT)
