@@ -3,7 +3,7 @@
 //
 //   nvcc -I. -DSTAGE_FILE='"stages/bwd_02_recompute.cuh"' -DELEMENT=float -DHEAD_DIM=64 \
 //        -DMASK_FILE='"stages/masks/causal.cuh"' -DCAUSAL=1 -DNEGATIVE_SCALE=0 -DDETERMINISTIC=0 \
-//        -DBLOCK_R=64 -DBLOCK_C=64 -arch=sm_80 -I. -cubin -Xptxas -v flash_bwd.cu
+//        -DBLOCK_R=64 -DBLOCK_C=64 -arch=sm_80 -cubin -Xptxas -v flash_bwd.cu
 //
 // (MASK_FILE is that of the forward pass. DETERMINISTIC is 1 to ask a stage for the same bits in every run,
 // if it can do both.)

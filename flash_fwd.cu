@@ -3,7 +3,7 @@
 //
 //   nvcc -I. -DSTAGE_FILE='"stages/fwd_04_flash2.cuh"' -DELEMENT=float -DHEAD_DIM=64 \
 //        -DMASK_FILE='"stages/masks/causal.cuh"' -DCAUSAL=1 -DNEGATIVE_SCALE=0 \
-//        -DBLOCK_R=64 -DBLOCK_C=64 -arch=sm_80 -I. -cubin -Xptxas -v flash_fwd.cu
+//        -DBLOCK_R=64 -DBLOCK_C=64 -arch=sm_80 -cubin -Xptxas -v flash_fwd.cu
 //
 // (ELEMENT is __half or __nv_bfloat16 for the stages in 16 bits. NEGATIVE_SCALE is 1 for a scale below 0.
 // MASK_FILE says which scores count: one of stages/masks, or your own. See stages/common/rule.cuh.)

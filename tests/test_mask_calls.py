@@ -219,6 +219,23 @@ def test_a_file_with_a_slope(mine):
         flash.attention(q, k, v, mask=mask & M.additive(torch.zeros(N_q, N_k, requires_grad=True)))
 
 
+@pytest.mark.parametrize("stage", ["flash2", "fp32_tuned", "ampere_tuned"])
+def test_a_score_of_minus_infinity(mine, stage):
+    """Of all keys of a row, in tiles that are whole: o = 0 and L = -inf there, and no NaN."""
+    mine.write_text("struct Rule : AllKeys {\n  using AllKeys::AllKeys;\n"
+                    "  static constexpr bool scores = true;\n"
+                    "  __device__ float score(float x, int row, int) const {\n"
+                    "    return row == 3 ? -INFINITY : x;\n  }\n};\n")
+    dtype = torch.bfloat16 if stage == "ampere_tuned" else torch.float32
+    q, k, v = torch.randn(3, 1, 1, 128, 64).to(dtype)
+    options = {"stage": stage, "return_lse": True}
+    o, lse = flash.attention(q, k, v, mask=M.from_file(mine, scores=True), **options)
+    expected, expected_lse = flash.attention(q, k, v, **options)
+    expected[:, :, 3], expected_lse[:, :, 3] = 0, -torch.inf
+    torch.testing.assert_close(o, expected)
+    torch.testing.assert_close(lse, expected_lse, rtol=1e-4, atol=1e-4)
+
+
 def test_errors_of_a_file(mine):
     """Of the compiler: file and line, until it is mended. Out of bounds: a finding; never the end of
     Python."""

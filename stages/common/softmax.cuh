@@ -43,7 +43,8 @@ __device__ __forceinline__ float softmax_step(float (&S)[n_tiles][4], int r, flo
   float x_max = -INFINITY, l_tile = 0.f;
   for_row(S, r, [&](float& x) { x_max = fmaxf(x_max, x); });
   const float m_new = fmaxf(m, c * quad_max(x_max));
-  const float shift = cut && m_new == -INFINITY ? 0.f : m_new;           // no key: -inf - -inf is NaN
+  const bool may_be_none = cut || Mask::scores;      // a mask may make -infinity of a score, too
+  const float shift = may_be_none && m_new == -INFINITY ? 0.f : m_new;   // no key: -inf - -inf is NaN
   const float alpha = fast_exp2(m - shift);
   for_row(S, r, [&](float& x) {
     x = fast_exp2(c * x - shift);
