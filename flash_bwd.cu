@@ -65,7 +65,13 @@ struct BwdParams {           // launch.py fills its twin, field for field
   int diagonal;              // used if CAUSAL
   float scale;
   MaskParams mask;           // what MASK_FILE takes
+  const float* sink;         // these three as in the forward pass
+  const uint64_t* seed;
+  float dropout;
+  float* dsink;              // (B, H, N_q), to be written: of each row its part of the sink's gradient
 };
+
+constexpr int d_v = HEAD_DIM_V;            // columns of V and O, and of their gradients: d, or fewer
 
 #include STAGE_FILE
 #include "stages/common/mask.cuh"        // if the stage has not: its lists of tiles

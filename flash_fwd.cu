@@ -6,7 +6,8 @@
 //        -DBLOCK_R=64 -DBLOCK_C=64 -arch=sm_80 -cubin -Xptxas -v flash_fwd.cu
 //
 // (ELEMENT is __half or __nv_bfloat16 for the stages in 16 bits. NEGATIVE_SCALE is 1 for a scale below 0.
-// MASK_FILE says which scores count: one of stages/masks, or your own. See stages/common/rule.cuh.)
+// MASK_FILE says which scores count: one of stages/masks, or your own. See stages/common/rule.cuh. Where a call
+// asks for it, there are also DROPOUT=1, SINK=1 and HEAD_DIM_V, the columns of V and O, if fewer.)
 // flash.py passes them, builds on first use and calls flash_fwd(). Nothing here needs PyTorch's headers: a
 // build takes a second.
 //
@@ -24,6 +25,7 @@
 //   i, j      the tile of Q, the tile of K and V: Q_i, K_j, V_j, S_ij, P_ij, O_i
 //   m, l      of a row, over the keys so far: the maximum of S, and the sum of e^(S - m)
 //   X_smem    X in shared memory; X_reg: in registers; otherwise in HBM
+//   d, d_v    columns of Q and K; of V and O, mostly the same
 // Causal: the query of row q sees the key of row k if k <= q + diagonal.
 // A row that sees no key: O = 0, L = -inf.
 //
@@ -59,9 +61,9 @@
 //   stages/fwd_17_ampere_tuned.cuh      what is left: order of blocks, tile sizes, one buffer at d > 128, O
 //                                       by 16-byte stores
 // A stage starts with lines for flash_ladder/registry.py: the stage that it grew from (after); at the end of
-// a branch, the architecture from which on calls take it (default); tile sizes and conditions on them (tiles,
-// limits); in bytes the shared memory of a block (shared) and the HBM traffic of a call without a mask, if
-// nothing is cached (hbm).
+// a branch, the architecture from which on calls take it (default); what it knows of dropout, sinks and d_v
+// (takes); tile sizes and conditions on them (tiles, limits); in bytes the shared memory of a block (shared)
+// and the HBM traffic of a call without a mask, if nothing is cached (hbm).
 // It defines two functions:
 //   cudaError_t launch(const FwdParams&, cudaStream_t)
 //   size_t workspace_bytes(const FwdParams&)     scratch memory that it needs in HBM
@@ -85,7 +87,12 @@ struct FwdParams {           // launch.py fills its twin, field for field
   int diagonal;              // used if CAUSAL
   float scale;
   MaskParams mask;           // what MASK_FILE takes
+  const float* sink;         // (H,), a logit in the denominator of each row; used if SINK
+  const uint64_t* seed;      // of dropout: a number in HBM, as a CUDA graph may draw it anew; used if DROPOUT
+  float dropout;             // with this probability an element of P becomes 0
 };
+
+constexpr int d_v = HEAD_DIM_V;            // columns of V and O, and of their gradients: d, or fewer
 
 #include STAGE_FILE
 #include "stages/common/mask.cuh"        // if the stage has not: its lists of tiles

@@ -34,9 +34,10 @@ def variants(stage: Stage, d: int, device: torch.device, causal: bool) -> list[d
 
 
 def job(stage: Stage, dtype: torch.dtype, d: int, causal: bool, tiles: dict[str, int], device: torch.device,
-        deterministic: bool = False, negative_scale: bool = False, mask: Path | None = None) -> Job:
-    """What build() is called with for a stage."""
-    macros = definitions(stage, dtype, d, causal, tiles, deterministic, negative_scale, mask)
+        deterministic: bool = False, negative_scale: bool = False, mask: Path | None = None,
+        *extras) -> Job:
+    """What build() is called with for a stage. extras: as of definitions()."""
+    macros = definitions(stage, dtype, d, causal, tiles, deterministic, negative_scale, mask, *extras)
     return (ROOT / f"flash_{stage.direction}.cu", device, macros, f"{stage.direction}_{stage.name}")
 
 
@@ -64,14 +65,15 @@ _built: set[tuple] = set()
 
 
 def build_variants(stage: Stage, dtype: torch.dtype, d: int, causal: bool, device: torch.device,
-                   deterministic: bool, negative_scale: bool, mask: Path | None = None) -> None:
+                   deterministic: bool, negative_scale: bool, mask: Path | None = None, *extras) -> None:
     """Compile a stage for all the tiles that its rules know, once in a process: so that no later call of
     another size has to wait for a compiler. An error comes again, in the call that it is for."""
-    key = (stage, dtype, d, causal, device, deterministic, negative_scale, mask)
+    key = (stage, dtype, d, causal, device, deterministic, negative_scale, mask, extras)
     if key not in _built:
         _built.add(key)
         with contextlib.suppress(RuntimeError):
-            build_all(job(stage, dtype, d, causal, tiles, device, deterministic, negative_scale, mask)
+            build_all(job(stage, dtype, d, causal, tiles, device, deterministic, negative_scale, mask,
+                          *extras)
                       for tiles in variants(stage, d, device, causal))
 
 

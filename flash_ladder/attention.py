@@ -13,6 +13,7 @@ import torch
 
 from .ahead import build_variants
 from .checks import as_bool, as_scale, check_dimensions, check_memory, check_tangent, check_tensors
+from .extras import Extras, as_float, as_probability, check_sink, draw_seed
 from .inspection import current_report
 from .launch import explain_loss, stage_files
 from .loader import debug
@@ -23,6 +24,7 @@ from .plan import (
     Visible,
     check_mask,
     choose,
+    empty_output,
     find_or_convert,
     keep,
     mask_file,
@@ -37,7 +39,8 @@ def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool
               mask: Mask | Path | None = None, scale: float | None = None,
               stage: str | Path | Stage | None = None,
               backward: str | Path | Stage | None = None, return_lse: bool = False,
-              deterministic: bool | None = None, **tiles: int):
+              deterministic: bool | None = None, dropout_p: float = 0.0,
+              sink: torch.Tensor | None = None, **tiles: int):
     """softmax(scale * q k^T) v, by one stage of the ladder (FlashAttention-2, arXiv 2307.08691, section 2).
 
     Differentiable, once: the gradients of q, k and v come from a backward stage, for a loss of o, of L or of
@@ -47,9 +50,9 @@ def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool
 
     Args:
         q: (B, H, N_q, d), float32, float16 or bfloat16; d a multiple of 8 up to 256.
-        k, v: (B, H_kv, N_k, d), H a multiple of H_kv: query head h reads head h // (H // H_kv). All three:
-            same type and device; the last dimension contiguous, other strides any, but rows start at
-            multiples of 16 bytes.
+        k, v: (B, H_kv, N_k, d), H a multiple of H_kv: query head h reads head h // (H // H_kv). v may have
+            d_v < d columns, a multiple of 8; o then has them, too. All three: same type and device; the last
+            dimension contiguous, other strides any, but rows start at multiples of 16 bytes.
         causal: the last query sees the last key, as in FlashAttention: query i sees key j <= i + N_k - N_q.
         mask: one of flash.masks, or a combination of them; or the pathlib.Path of a file of your own, like
             those of stages/masks. With causal=True, what both see.
@@ -60,12 +63,18 @@ def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool
         return_lse: also return L.
         deterministic: True: only stages that give the same bits every run; with stage=None or backward=None
             the best of those. False: any. None: as torch.use_deterministic_algorithms() says at this call.
+        dropout_p: the probability with which an element of softmax(...) becomes 0; the others are multiplied
+            by 1 / (1 - dropout_p). Which ones is drawn by torch's generator of the device. L knows nothing of
+            it.
+        sink: (H,), a logit a head: e^sink is added to the denominator of each row, with no key and no value
+            (Agarwal et al., gpt-oss, arXiv 2508.10925, section 2.2). Differentiable.
         tiles: Br and Bc, the rows of a tile of q, and of k and v; Br_bwd and Bc_bwd, those of the backward
             stage. Default: as the stage's header says, or smaller where the device has too little shared
             memory for that.
     Returns:
         o, or (o, L). o: like q. L: (B, H, N_q) float32, the natural log of the row's sum of
-        exp(scaled, masked score). A query that sees no key has o = 0, L = -inf, and no gradient.
+        exp(scaled, masked score), the sink's included. A query that sees no key has o = 0, L = -inf (or the
+        sink), and no gradient.
     Raises:
         ValueError: for arguments that do not fit, saying which and what would. What concerns the backward
             pass is checked here, too, if a gradient is needed, or the call has an argument for it.
@@ -78,7 +87,8 @@ def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool
         return_lse = as_bool("return_lse", return_lse)
     if mask is not None:
         mask, causal = together(mask, causal), False
-    o, lse = _attend(q, k, v, "causal", causal, mask, scale, stage, backward, deterministic, tiles)
+    o, lse = _attend(q, k, v, "causal", causal, mask, scale, stage, backward, deterministic, tiles,
+                     dropout_p=dropout_p, sink=sink)
     return (o, lse) if return_lse else o
 
 
@@ -124,16 +134,19 @@ _calls: dict[tuple, Call] = {}
 
 
 def _attend(q, k, v, flag: str, causal: bool, mask: Mask | None, scale: float | None, stage, backward,
-            deterministic: bool | None, tiles: dict[str, int], heads: str = "any"):
+            deterministic: bool | None, tiles: dict[str, int], heads: str = "any", dropout_p: float = 0.0,
+            sink: torch.Tensor | None = None):
     """(o, L). flag: the name of the argument `causal`, which says how that is aligned. heads: "any"
     multiple of k's, or "equal" ones."""
     if torch.compiler.is_compiling():
-        return _traced(q, k, v, flag, causal, mask, scale, stage, backward, deterministic, tiles, heads)
+        return _traced(q, k, v, flag, causal, mask, scale, stage, backward, deterministic, tiles, heads,
+                       dropout_p, sink)
     if isinstance(stage, Path):
         stage = stage.absolute()
     if isinstance(backward, Path):
         backward = backward.absolute()
-    key = _key(q, k, v, flag, causal, mask, scale, stage, backward, deterministic, tiles, heads)
+    key = _key(q, k, v, flag, causal, mask, scale, stage, backward, deterministic, tiles, heads, dropout_p,
+               sink)
     call = _calls.get(key) if key else None
     try:
         if call and call.is_current():
@@ -142,17 +155,18 @@ def _attend(q, k, v, flag: str, causal: bool, mask: Mask | None, scale: float | 
             of_mask = mask.bind(q, k).tensors if mask else ()
             at_q, at_k, at_v = q.data_ptr(), k.data_ptr(), v.data_ptr()
             if at_q and at_k and at_v and not (at_q | at_k | at_v) % 16:
-                return call.run(q, k, v, *of_mask)
+                return call.run(q, k, v, as_float(sink), draw_seed(dropout_p, q.device), *of_mask)
         return _check_and_run(key, q, k, v, flag, causal, mask, scale, stage, backward, deterministic, tiles,
-                              heads)
+                              heads, dropout_p, sink)
     except torch.AcceleratorError as error:
         explain_loss(error)
         raise
 
 
-def _key(q, k, v, flag, causal, mask, scale, stage, backward, deterministic, tiles, heads) -> tuple | None:
+def _key(q, k, v, flag, causal, mask, scale, stage, backward, deterministic, tiles, heads, dropout_p,
+         sink) -> tuple | None:
     """All that the check and the choice of stages depend on, but addresses; None where they must be anew."""
-    if not (type(causal) is bool and (scale is None or type(scale) is float)
+    if not (type(causal) is bool and (scale is None or type(scale) is float) and type(dropout_p) is float
             and (deterministic is None or type(deterministic) is bool) and current_report() is None):
         return None
     try:
@@ -166,6 +180,10 @@ def _key(q, k, v, flag, causal, mask, scale, stage, backward, deterministic, til
             if not is_plain(*tensors):
                 return None
             needs_gradients |= torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
+        if sink is not None:
+            if not is_plain(sink):
+                return None
+            needs_gradients |= torch.is_grad_enabled() and sink.requires_grad
         if needs_gradients and (q.is_inference() or k.is_inference() or v.is_inference()
                                 or mask and any(x.is_inference() for x in tensors)):
             return None
@@ -179,6 +197,8 @@ def _key(q, k, v, flag, causal, mask, scale, stage, backward, deterministic, til
         if mask:
             key += (mask.text, mask.ints, mask.floats,
                     *((x.shape, x.stride(), x.dtype, x.device, x.requires_grad) for x in tensors))
+        if dropout_p or sink is not None:
+            key += (dropout_p, sink is not None and (sink.shape, sink.dtype, sink.device, sink.requires_grad))
         if tiles:
             if any(isinstance(size, torch.Tensor) for size in tiles.values()):  # it may change
                 return None
@@ -193,12 +213,14 @@ def _key(q, k, v, flag, causal, mask, scale, stage, backward, deterministic, til
 class Checked:
     """A call's arguments, all of them right, and the stages that it takes.
 
-    tensors: q, k and v as the stages get them. forward: the stage and its tiles. backward: likewise, and
+    tensors: q, k and v as the stages get them: v padded to d columns for a stage that takes no others.
+    columns: of v as it was. forward: the stage and its tiles. backward: likewise, and
     -DDETERMINISTIC; None if the call needs none and names none. converted: autocast's type if they were
     converted. operator: somebody waits for one.
     """
 
     tensors: list[torch.Tensor]
+    columns: int
     visible: Visible
     scale: float
     deterministic: bool | None
@@ -207,9 +229,11 @@ class Checked:
     needs_gradients: bool
     converted: torch.dtype | None
     operator: bool
+    extras: Extras
 
 
-def checked(q, k, v, flag, causal, mask, scale, stage, backward, deterministic, tiles, heads) -> Checked:
+def checked(q, k, v, flag, causal, mask, scale, stage, backward, deterministic, tiles, heads,
+            dropout_p=0.0, sink=None) -> Checked:
     """Check the arguments, those of the backward pass, too; choose the stages. Errors: as of attention()."""
     names = NAMES[flag]
     check_dimensions(q, k, v, names)
@@ -233,61 +257,77 @@ def checked(q, k, v, flag, causal, mask, scale, stage, backward, deterministic, 
     forward_tiles, backward_tiles = _split(tiles)
     scale = as_scale(scale, q.shape[3])
     of_mask = mask_tensors(visible)
-    operator |= has_dispatch(*of_mask)
+    dropout_p = as_probability(dropout_p)
+    check_sink(sink, q)
+    sink = as_float(sink)
+    operator |= has_dispatch(*of_mask, *(() if sink is None else (sink,)))
     named = {f"mask: {name}": x for name, x in zip(names_of_mask(visible), of_mask)}
+    if sink is not None:
+        named["sink"] = sink
     check_memory({name: x for name, x in named.items() if is_plain(x)})
     for name, x in named.items():
         check_tangent(name, x)
-    forward = choose(stage, q, "fwd", deterministic, causal, **forward_tiles)
+    extras = Extras(dropout_p, None, sink)
+    forward = choose(stage, q, "fwd", deterministic, causal, extras, **forward_tiles)
     check_mask(forward[0], visible)
-    needs_gradients = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v, *of_mask))
+    needs_gradients = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v, *named.values()))
     for name, x in (*zip(names, (q, k, v), strict=True), *named.items()):
         if needs_gradients and x.is_inference():
             raise ValueError(f"{name} was made in inference mode, so autograd cannot keep it: pass "
                              f"{name.removeprefix('mask: ')}.clone()")
     chosen = None
     if needs_gradients or backward is not None or backward_tiles:
-        backward, sizes = choose(backward, q, "bwd", deterministic, causal, **backward_tiles)
+        backward, sizes = choose(backward, q, "bwd", deterministic, causal, extras, **backward_tiles)
         check_mask(backward, visible)
         # as torch.use_deterministic_algorithms() says now: it may not in the backward pass
         wanted = torch.are_deterministic_algorithms_enabled() if deterministic is None else deterministic
         chosen = backward, sizes, wanted and backward.can_be_deterministic
-    return Checked([q, k, v], visible, scale, deterministic, forward, chosen, needs_gradients,
-                   q.dtype if q.dtype != dtype else None, operator)
+    columns = v.shape[3]
+    if columns < q.shape[3] and not all("d_v" in x[0].takes for x in (forward, chosen) if x):
+        v = torch.nn.functional.pad(v, (0, q.shape[3] - columns))
+    return Checked([q, k, v], columns, visible, scale, deterministic, forward, chosen, needs_gradients,
+                   q.dtype if q.dtype != dtype else None, operator,
+                   extras._replace(seed=draw_seed(dropout_p, q.device)))
 
 
 def _check_and_run(key: tuple | None, *arguments):
     """(o, L), by a Call that is kept for the key. arguments: of checked()."""
     found = checked(*arguments)
     q, k, v = found.tensors
+    extras = found.extras
     stage, tiles = found.forward
     backward, backward_tiles, deterministic = found.backward or (None, {}, False)
     if found.operator:
-        return torch.ops.flash.forward(
-            q, k, v, *as_arguments(found.visible), found.scale, as_text(stage), as_text(backward, q.dtype),
-            found.deterministic, tiles["Br"], tiles["Bc"], backward_tiles.get("Br"), backward_tiles.get("Bc"),
+        o, lse = torch.ops.flash.forward(
+            q, k, v, *as_arguments(found.visible, extras), found.scale, as_text(stage),
+            as_text(backward, q.dtype), found.deterministic, tiles["Br"], tiles["Bc"],
+            backward_tiles.get("Br"), backward_tiles.get("Bc"),
             *wanted_of(found.visible))
+        return _narrowed(o, v, found.columns), lse
     later = backward if found.needs_gradients else None
+    mask = mask_file(found.visible)
     if q.device.type == "cuda":
-        causal, mask = isinstance(found.visible, int), mask_file(found.visible)
-        build_variants(stage, q.dtype, q.shape[3], causal, q.device, False, found.scale < 0, mask)
+        causal = isinstance(found.visible, int)
+        options = mask, v.shape[3], extras.dropout_p > 0, extras.sink is not None
+        build_variants(stage, q.dtype, q.shape[3], causal, q.device, False, found.scale < 0, *options)
         if later:
             dtype = q.dtype if q.dtype in later.dtypes else later.dtypes[0]
             build_variants(later, dtype, q.shape[3], causal, q.device, deterministic, found.scale < 0,
-                           mask)
-    o = q.detach().to("meta")  # the layout that empty_like() gives it, without memory
-    if o.stride(3) != 1:
-        o = q.new_empty(q.shape, device="meta")
-    plan = plan_for(stage, tiles, False, found.visible, found.scale, {"Q": q, "K": k, "V": v, "O": o})
-    mask = mask_file(found.visible)
+                           *options)
+    o = empty_output(q.detach().to("meta"), v)  # its layout, without memory
+    plan = plan_for(stage, tiles, False, found.visible, found.scale,
+                    {"Q": q, "K": k, "V": v, "O": o, "sink": extras.sink}, extras.dropout_p)
     call = Call(plan, found.visible, found.scale, found.backward if later else None,
-                stage_files(later, *[mask] if mask else []) if later else None, found.converted)
-    if key:
+                stage_files(later, *[mask] if mask else []) if later else None, found.converted,
+                extras.dropout_p)
+    if key and found.columns == v.shape[3]:
         keep(_calls, key, call)
-    return call.run(q, k, v, *mask_tensors(found.visible))
+    o, lse = call.run(q, k, v, extras.sink, extras.seed, *mask_tensors(found.visible))
+    return _narrowed(o, v, found.columns), lse
 
 
-def _traced(q, k, v, flag, causal, mask, scale, stage, backward, deterministic, tiles, heads):
+def _traced(q, k, v, flag, causal, mask, scale, stage, backward, deterministic, tiles, heads, dropout_p,
+            sink):
     """The same under torch.compile and torch.export: the operator checks what cannot be traced."""
     q, k, v = _autocast(q, k, v, stage, backward)
     check_dimensions(q, k, v, NAMES[flag])
@@ -296,10 +336,23 @@ def _traced(q, k, v, flag, causal, mask, scale, stage, backward, deterministic, 
     if deterministic is not None:
         deterministic = as_bool("deterministic", deterministic)
     visible = _visible(q, k, flag, causal, mask)
-    return torch.ops.flash.forward(
-        q, k, v, *as_arguments(visible), scale, as_text(stage), as_text(backward), deterministic,
+    dropout_p = as_probability(dropout_p)
+    check_sink(sink, q)
+    extras = Extras(dropout_p, draw_seed(dropout_p, q.device), as_float(sink))
+    columns = v.shape[3]
+    if columns < q.shape[3] and not _take_d_v(q.device.type, q.dtype, q.shape[3], as_text(stage),
+                                              as_text(backward), deterministic):
+        v = torch.nn.functional.pad(v, (0, q.shape[3] - columns))
+    o, lse = torch.ops.flash.forward(
+        q, k, v, *as_arguments(visible, extras), scale, as_text(stage), as_text(backward), deterministic,
         forward_tiles.get("Br"), forward_tiles.get("Bc"), backward_tiles.get("Br"), backward_tiles.get("Bc"),
         *wanted_of(visible))
+    return _narrowed(o, v, columns), lse
+
+
+def _narrowed(o: torch.Tensor, v: torch.Tensor, columns: int) -> torch.Tensor:
+    """Without the columns that v was padded with."""
+    return o if columns == v.shape[3] else o[..., :columns]
 
 
 def _check_heads(q, k, heads: str) -> None:
@@ -353,6 +406,21 @@ def _autocast_type(device: str, dtype: torch.dtype, stage: str | None, backward:
     return dtype
 
 
+def _take_d_v(device: str, dtype: torch.dtype, d: int, stage: str | None, backward: str | None,
+              deterministic: bool | None) -> bool:
+    """Whether the stages of a call take a v with other columns than d. (One that is not found: its error is
+    the operator's.)"""
+    for direction, name in (("fwd", stage), ("bwd", backward)):
+        try:
+            found = find_or_convert(of_text(name), dtype, torch.device(device), direction, deterministic, d)
+        except (ValueError, RuntimeError):
+            continue
+        if "d_v" not in found.takes:
+            return False
+    return True
+
+
 # torch.compile need not look into the registry. torch.compiler.assume_constant_result() does just this, but
 # imports torch._dynamo, which takes seconds.
-_autocast_type._dynamo_marked_constant = True  # type: ignore[attr-defined]
+for _constant in (_autocast_type, _take_d_v):
+    _constant._dynamo_marked_constant = True

@@ -63,9 +63,13 @@ def check_tensors(q, k, v, names: tuple[str, str, str] = ("q", "k", "v"), traced
     if k.shape[0] != B or k.shape[3] != d:
         raise ValueError(f"{names[1]} has shape {tuple(k.shape)}; for {names[0]} of shape {tuple(q.shape)} "
                          f"it must be ({B}, H_kv, N_k, {d})")
-    if v.shape != k.shape:
+    if v.shape[:3] != k.shape[:3]:
         raise ValueError(f"{names[2]} has shape {tuple(v.shape)}, {names[1]} {tuple(k.shape)}: "
-                         "they must be the same")
+                         "they must be the same, but for the last dimension")
+    d_v = v.shape[3]
+    if d_v % 8 or d_v > d:
+        raise ValueError(f"{names[2]} has d_v = {d_v}; it must be a multiple of 8 up to {names[0]}'s d, {d}: "
+                         "pad with zeros (torch.nn.functional.pad), as scaled_dot_product_attention does")
     if H % k.shape[1]:
         raise ValueError(f"{names[0]} has {H} heads, {names[1]} and {names[2]} {k.shape[1]}: "
                          "H must be a multiple of H_kv")

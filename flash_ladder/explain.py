@@ -15,7 +15,7 @@ from .attention import Checked, checked, together
 from .compiled import Kernel, kernels_of
 from .launch import definitions
 from .masks import Mask
-from .plan import FLOPS_PER_COLUMN, mask_file, plan_for, visible_pairs
+from .plan import empty_output, flops_of_pair, mask_file, plan_for, visible_pairs
 from .registry import why_this
 from .sources import ROOT, source_files
 from .stage import Stage
@@ -112,13 +112,15 @@ def explain(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool =
             mask: Mask | Path | None = None, scale: float | None = None,
             stage: str | Path | Stage | None = None,
             backward: str | Path | Stage | None = None, deterministic: bool | None = None,
-            architecture: str | None = None, **tiles: int) -> Explanation:
+            architecture: str | None = None, dropout_p: float = 0.0, sink: torch.Tensor | None = None,
+            **tiles: int) -> Explanation:
     """Which stages a call of `attention` with these arguments takes and why, and what that comes to.
 
         print(flash.explain(q, k, v, causal=True))
 
     Args:
-        q, k, v, causal, mask, scale, stage, backward, deterministic, tiles: as of `attention`.
+        q, k, v, causal, mask, scale, stage, backward, deterministic, dropout_p, sink, tiles: as of
+            `attention`.
         architecture: to compile for, such as "sm_80": registers and occupancy are of that. Default: the
             GPU's; without one, sm_90a.
     Returns:
@@ -129,7 +131,8 @@ def explain(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool =
     """
     if mask is not None:
         mask, causal = together(mask, causal), False
-    call = checked(q, k, v, "causal", causal, mask, scale, stage, backward, deterministic, tiles, "any")
+    call = checked(q, k, v, "causal", causal, mask, scale, stage, backward, deterministic, tiles, "any",
+                   dropout_p, sink)
     q, k, v = call.tensors
     if architecture is None:
         architecture = WITHOUT_GPU
@@ -141,7 +144,9 @@ def explain(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool =
     if call.backward:
         chosen = _choice(call, "bwd", backward, *call.backward, tiles, deterministic, architecture)
     said = str(mask) if mask else "causal" if causal else "no mask"
-    title = (f"q {tuple(q.shape)}, k and v {tuple(k.shape)}, {str(q.dtype).removeprefix('torch.')}, {said}, "
+    shapes = f"k {tuple(k.shape)}, v {tuple(v.shape)}" if v.shape != k.shape else f"k and v {tuple(k.shape)}"
+    said += f", dropout {dropout_p:g}" * bool(dropout_p) + ", a sink" * (sink is not None)
+    title = (f"q {tuple(q.shape)}, {shapes}, {str(q.dtype).removeprefix('torch.')}, {said}, "
              f"on {q.device}")
     return Explanation(title, forward, chosen)
 
@@ -150,13 +155,16 @@ def _choice(call: Checked, direction: str, asked, stage: Stage, tiles: dict[str,
             asked_tiles: dict[str, int], wanted: bool | None, architecture: str) -> Choice:
     q, k, v = call.tensors
     (B, H, N_q, d), (_, H_kv, N_k, _) = q.shape, k.shape
-    tensors: dict[str, torch.Tensor | None] = {"Q": q, "K": k, "V": v, "O": q}
+    o, extras = empty_output(q.detach().to("meta"), v), call.extras
+    tensors: dict[str, torch.Tensor | None] = {"Q": q, "K": k, "V": v, "O": o}
     if direction == "bwd":
-        tensors |= {"dO": q, "dQ": q, "dK": k, "dV": v}
-    plan = plan_for(stage, tiles, deterministic, call.visible, call.scale, tensors)
+        tensors |= {"dO": o, "dQ": q, "dK": k, "dV": v}
+    plan = plan_for(stage, tiles, deterministic, call.visible, call.scale, tensors | {"sink": extras.sink},
+                    extras.dropout_p)
     causal = isinstance(call.visible, int)
     mask = mask_file(call.visible)
-    macros = definitions(stage, q.dtype, d, causal, tiles, deterministic, call.scale < 0, mask)
+    macros = definitions(stage, q.dtype, d, causal, tiles, deterministic, call.scale < 0, mask, v.shape[3],
+                         extras.dropout_p > 0, extras.sink is not None)
     kernels: list[Kernel] = []
     problem = ""
     try:
@@ -174,6 +182,6 @@ def _choice(call: Checked, direction: str, asked, stage: Stage, tiles: dict[str,
     return Choice(
         stage, why_this(stage, asked, q.dtype, q.device, wanted, d), tiles, why_tiles,
         stage.shared_bytes(d, tiles), plan.workspace_bytes,
-        FLOPS_PER_COLUMN[direction] * B * H * d * visible_pairs(N_q, N_k, call.visible),
+        flops_of_pair(direction, d, v.shape[3]) * B * H * visible_pairs(N_q, N_k, call.visible),
         stage.hbm_bytes(B, H, N_q, N_k, d, H_kv=H_kv, **tiles), architecture, tuple(kernels), problem,
         tuple(source_files(ROOT / f"flash_{direction}.cu", stage.path, *[mask] if mask else [])))

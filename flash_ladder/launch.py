@@ -51,7 +51,8 @@ class MaskParams(ctypes.Structure):
 
 
 _SIZES: list[tuple[str, Any]] = [*((x, ctypes.c_int) for x in ("B", "H", "H_kv", "N_q", "N_k", "diagonal")),
-          ("scale", ctypes.c_float), ("mask", MaskParams)]
+          ("scale", ctypes.c_float), ("mask", MaskParams), ("sink", ctypes.c_void_p),
+          ("seed", ctypes.c_void_p), ("dropout", ctypes.c_float)]
 
 
 class FwdParams(ctypes.Structure):
@@ -65,7 +66,8 @@ class BwdParams(ctypes.Structure):
     """struct BwdParams of flash_bwd.cu."""
 
     _fields_ = [*((x, Tensor) for x in ("Q", "K", "V", "O", "dO", "dQ", "dK", "dV")),
-                *((x, ctypes.c_void_p) for x in ("L", "dL", "workspace")), *_SIZES]
+                *((x, ctypes.c_void_p) for x in ("L", "dL", "workspace")), *_SIZES,
+                ("dsink", ctypes.c_void_p)]
 
 
 PARAMS = {"fwd": FwdParams, "bwd": BwdParams}
@@ -183,15 +185,19 @@ def load(stage: Stage, macros: dict[str, str | Path], device: torch.device) -> L
 
 def definitions(stage: Stage, dtype: torch.dtype, d: int, causal: bool, tiles: dict[str, int],
                 deterministic: bool = False, negative_scale: bool = False,
-                mask: Path | None = None) -> dict[str, str | Path]:
+                mask: Path | None = None, d_v: int | None = None, dropout: bool = False,
+                sink: bool = False) -> dict[str, str | Path]:
     """The macros that flash_fwd.cu or flash_bwd.cu is compiled with; a path stands for a file to include.
 
-    mask: a mask's file, if it is another one than that of `causal`.
+    mask: a mask's file, if it is another one than that of `causal`. d_v: columns of v, if they are not d.
     """
     macros: dict[str, str | Path] = {"STAGE_FILE": stage.path, "ELEMENT": ELEMENTS[dtype], "HEAD_DIM": str(d),
               "MASK_FILE": mask or STAGES / "masks" / ("causal.cuh" if causal else "none.cuh"),
               "CAUSAL": str(int(causal)), "NEGATIVE_SCALE": str(int(negative_scale)),
               "BLOCK_R": str(tiles["Br"]), "BLOCK_C": str(tiles["Bc"])}
+    if d_v not in (None, d):
+        macros["HEAD_DIM_V"] = str(d_v)
+    macros |= {name: "1" for name, asked in (("DROPOUT", dropout), ("SINK", sink)) if asked}
     if stage.direction == "bwd":
         macros["DETERMINISTIC"] = str(int(deterministic and stage.deterministic_on_request))
     return macros

@@ -16,13 +16,15 @@ from torch.utils.flop_counter import register_flop_formula
 
 from .bound import Bound
 from .checks import check_tangent, check_tensors
+from .extras import NO_EXTRAS, Extras
 from .plan import (
-    FLOPS_PER_COLUMN,
     Plan,
     Visible,
     backward,
     choose,
     empty_like,
+    empty_output,
+    flops_of_pair,
     forward,
     forward_outputs,
     run,
@@ -40,55 +42,59 @@ class Call:
     """What eager calls of attention() with certain arguments and layouts share.
 
     plan: the forward stage's. backward: the stage for gradients, its tiles and -DDETERMINISTIC, or None.
-    dtype: that autocast asks for, or None.
+    dtype: that autocast asks for, or None. dropout_p: 0: none.
     """
 
-    __slots__ = ("plan", "visible", "scale", "backward", "files", "dtype")
+    __slots__ = ("plan", "visible", "scale", "backward", "files", "dtype", "dropout_p")
 
-    def __init__(self, plan: Plan, visible: Visible, scale: float, backward, files, dtype):
+    def __init__(self, plan: Plan, visible: Visible, scale: float, backward, files, dtype, dropout_p: float):
+        self.dropout_p = dropout_p
         self.plan, self.scale, self.backward, self.files, self.dtype = plan, scale, backward, files, dtype
         self.visible = visible.with_tensors(()) if isinstance(visible, Bound) else visible
 
     def is_current(self) -> bool:
         return self.plan.is_current() and (self.files is None or self.files.are_unchanged())
 
-    def run(self, q, k, v, *of_mask) -> tuple[torch.Tensor, torch.Tensor]:
-        """(o, L), differentiable if it has a backward stage. of_mask: the mask's tensors."""
+    def run(self, q, k, v, sink, seed, *of_mask) -> tuple[torch.Tensor, torch.Tensor]:
+        """(o, L), differentiable if it has a backward stage. sink, seed: as of Extras. of_mask: the mask's
+        tensors."""
         if self.backward:
-            return _Attention.apply(q, k, v, self, *of_mask)
-        return self.forward(q, k, v, *of_mask)
+            return _Attention.apply(q, k, v, self, sink, seed, *of_mask)
+        return self.forward(q, k, v, sink, seed, *of_mask)
 
-    def forward(self, q, k, v, *of_mask) -> tuple[torch.Tensor, torch.Tensor]:
-        o, lse = forward_outputs(q)
-        run(self.plan, {"Q": q, "K": k, "V": v, "O": o, "L": lse}, *of_mask)
+    def forward(self, q, k, v, sink, seed, *of_mask) -> tuple[torch.Tensor, torch.Tensor]:
+        o, lse = forward_outputs(q, v)
+        run(self.plan, {"Q": q, "K": k, "V": v, "O": o, "L": lse, "sink": sink, "seed": seed}, *of_mask)
         return o, lse
 
 
 class _Attention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, q, k, v, call, *of_mask):
+    def forward(ctx, q, k, v, call, sink, seed, *of_mask):
         ctx.call = call
         ctx.set_materialize_grads(False)  # None for an output that the loss does not depend on
-        o, lse = call.forward(q, k, v, *of_mask)
-        ctx.save_for_backward(q, k, v, o, lse, *of_mask)
+        o, lse = call.forward(q, k, v, sink, seed, *of_mask)
+        ctx.save_for_backward(q, k, v, o, lse, sink, seed, *of_mask)
         return o, lse
 
     @staticmethod
     def backward(ctx, dO, dL):
-        q, k, v, o, lse, *of_mask = ctx.saved_tensors
+        q, k, v, o, lse, sink, seed, *of_mask = ctx.saved_tensors
         if dO is None:  # the loss depends on L alone
             dO = torch.zeros_like(o)
         call = ctx.call
+        extras = Extras(call.dropout_p, seed, sink)
         stage, tiles, deterministic = call.backward
         visible = call.visible.with_tensors(of_mask) if of_mask else call.visible
         if torch.is_grad_enabled() or not is_plain(q, k, v, o, lse, dO):
-            gradients = torch.ops.flash.backward(q, k, v, o, lse, dO, dL, *as_arguments(visible), call.scale,
-                                                 as_text(stage, q.dtype), deterministic, tiles["Br"],
-                                                 tiles["Bc"], *wanted_of(visible))
-            gradients = (*gradients[:3], *spread(gradients[3], visible))
+            *gradients, others = torch.ops.flash.backward(
+                q, k, v, o, lse, dO, dL, *as_arguments(visible, extras), call.scale, as_text(stage, q.dtype),
+                deterministic, tiles["Br"], tiles["Bc"], *wanted_of(visible))
+            by_sink, by_mask = spread(others, sink, wanted_of(visible)[1])
         else:
-            gradients = backward(q, k, v, o, lse, dO, dL, visible, call.scale, stage, tiles, deterministic)
-        gradients = (*gradients[:3], None, *gradients[3:])
+            *gradients, by_sink, by_mask = split(backward(
+                q, k, v, o, lse, dO, dL, visible, call.scale, stage, tiles, deterministic, extras), sink)
+        gradients = (*gradients, None, by_sink, None, *by_mask)
         return tuple(x if need else None for x, need in zip(gradients, ctx.needs_input_grad))
 
 
@@ -121,14 +127,15 @@ def of_text(stage: str | None) -> str | Path | None:
 # A stage is given as text, its name or its file's path; None as in attention(). Which pairs count: diagonal,
 # or a mask's text and arguments, or neither.
 _VISIBLE = "SymInt? diagonal, str? mask, Tensor[] mask_tensors, SymInt[] ints, float[] floats"
-_OPTIONS = f"{_VISIBLE}, float? scale, str? stage"
+_EXTRAS = "float dropout_p, Tensor? seed, Tensor? sink"
+_OPTIONS = f"{_VISIBLE}, {_EXTRAS}, float? scale, str? stage"
 
 
-def as_arguments(visible: Visible) -> tuple:
-    """Those of _VISIBLE."""
+def as_arguments(visible: Visible, extras: Extras = NO_EXTRAS) -> tuple:
+    """Those of _VISIBLE and _EXTRAS."""
     if isinstance(visible, Bound):
-        return None, visible.text, list(visible.tensors), list(visible.ints), list(visible.floats)
-    return visible, None, [], [], []
+        return (None, visible.text, list(visible.tensors), list(visible.ints), list(visible.floats), *extras)
+    return visible, None, [], [], [], *extras
 
 
 def _visible(diagonal, mask, tensors, ints, floats, kinds=(), wanted=()) -> Visible:
@@ -143,46 +150,56 @@ def wanted_of(visible: Visible) -> tuple[list[str], list[bool]]:
     return (list(visible.kinds), list(visible.wanted)) if isinstance(visible, Bound) else ([], [])
 
 
-def spread(gradients: list[torch.Tensor], visible: Visible) -> list[torch.Tensor | None]:
-    """An operator returns those that are wanted alone."""
-    waiting = iter(gradients)
-    return [next(waiting) if wanted else None for wanted in wanted_of(visible)[1]]
+def split(gradients: tuple, sink: torch.Tensor | None) -> tuple:
+    """(dq, dk, dv, the sink's or None, those of the mask's tensors), of what backward() returns."""
+    dq, dk, dv, *others = gradients
+    return dq, dk, dv, others.pop(0) if sink is not None else None, others
+
+
+def spread(others: list[torch.Tensor], sink: torch.Tensor | None, wanted: list[bool]) -> tuple:
+    """(the sink's or None, those of the mask's tensors): an operator returns those that there are."""
+    waiting = iter(others)
+    by_sink = next(waiting) if sink is not None else None
+    return by_sink, [next(waiting) if want else None for want in wanted]
 
 
 @torch.library.custom_op(
     "flash::forward", mutates_args=(),
     schema=f"(Tensor q, Tensor k, Tensor v, {_OPTIONS}, str? backward, bool? deterministic, int? Br, "
            "int? Bc, int? Br_bwd, int? Bc_bwd, str[] kinds, bool[] wanted) -> (Tensor o, Tensor L)")
-def _forward_op(q, k, v, diagonal, mask, mask_tensors, ints, floats, scale, stage, backward, deterministic,
-                Br, Bc, Br_bwd, Bc_bwd, kinds, wanted):
+def _forward_op(q, k, v, diagonal, mask, mask_tensors, ints, floats, dropout_p, seed, sink, scale, stage,
+                backward, deterministic, Br, Bc, Br_bwd, Bc_bwd, kinds, wanted):
     q, k, v = (x.resolve_neg() for x in (q, k, v))
     check_tensors(q, k, v)
-    return forward(q, k, v, _visible(diagonal, mask, mask_tensors, ints, floats), scale,
-                   *choose(of_text(stage), q, "fwd", deterministic, diagonal is not None, Br=Br, Bc=Bc))
+    extras = Extras(dropout_p, seed, sink)
+    chosen = choose(of_text(stage), q, "fwd", deterministic, diagonal is not None, extras, Br=Br, Bc=Bc)
+    return forward(q, k, v, _visible(diagonal, mask, mask_tensors, ints, floats), scale, *chosen, extras)
 
 
 @_forward_op.register_fake
-def _(q, k, v, diagonal, mask, mask_tensors, ints, floats, scale, stage, backward, deterministic, Br, Bc,
-      Br_bwd, Bc_bwd, kinds, wanted):
+def _(q, k, v, diagonal, mask, mask_tensors, ints, floats, dropout_p, seed, sink, scale, stage, backward,
+      deterministic, Br, Bc, Br_bwd, Bc_bwd, kinds, wanted):
     check_tensors(q, k, v, traced=True)
-    choose(of_text(stage), q, "fwd", deterministic, diagonal is not None, Br=Br, Bc=Bc)
-    gradients = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v, *mask_tensors))
+    extras = Extras(dropout_p, seed, sink)
+    choose(of_text(stage), q, "fwd", deterministic, diagonal is not None, extras, Br=Br, Bc=Bc)
+    inputs = q, k, v, *mask_tensors, *(() if sink is None else (sink,))
+    gradients = torch.is_grad_enabled() and any(x.requires_grad for x in inputs)
     if gradients or (backward, Br_bwd, Bc_bwd) != (None, None, None):
-        choose(of_text(backward), q, "bwd", deterministic, diagonal is not None, Br=Br_bwd, Bc=Bc_bwd)
-    return empty_like(q), q.new_empty(q.shape[:3], dtype=torch.float32)
+        choose(of_text(backward), q, "bwd", deterministic, diagonal is not None, extras, Br=Br_bwd, Bc=Bc_bwd)
+    return empty_output(q, v), q.new_empty(q.shape[:3], dtype=torch.float32)
 
 
 @torch.library.custom_op(
     "flash::backward", mutates_args=(),
     schema=f"(Tensor q, Tensor k, Tensor v, Tensor o, Tensor L, Tensor dO, Tensor? dL, {_OPTIONS}, "
            "bool deterministic, int? Br, int? Bc, str[] kinds, bool[] wanted) -> "
-           "(Tensor dq, Tensor dk, Tensor dv, Tensor[] of_mask)")
-def _backward_op(q, k, v, o, L, dO, dL, diagonal, mask, mask_tensors, ints, floats, scale, stage,
-                 deterministic, Br, Bc, kinds, wanted):
+           "(Tensor dq, Tensor dk, Tensor dv, Tensor[] others)")
+def _backward_op(q, k, v, o, L, dO, dL, diagonal, mask, mask_tensors, ints, floats, dropout_p, seed, sink,
+                 scale, stage, deterministic, Br, Bc, kinds, wanted):
     q, k, v = (x.resolve_neg() for x in (q, k, v))
     check_tensors(q, k, v)
-    rows = q.shape[:3], torch.float32
-    for name, x, (shape, dtype) in (("o", o, (q.shape, q.dtype)), ("dO", dO, (q.shape, q.dtype)),
+    rows, output = (q.shape[:3], torch.float32), ((*q.shape[:3], v.shape[3]), q.dtype)
+    for name, x, (shape, dtype) in (("o", o, output), ("dO", dO, output),
                                     ("L", L, rows), ("dL", dL, rows)):
         if x is None:
             continue
@@ -190,47 +207,50 @@ def _backward_op(q, k, v, o, L, dO, dL, diagonal, mask, mask_tensors, ints, floa
             raise ValueError(f"{name} must have shape {tuple(shape)} and type {dtype} and be on {q.device}; "
                              f"it has {tuple(x.shape)} and {x.dtype} and is on {x.device}")
         check_tangent(name, x)
-    dq, dk, dv, *of_mask = backward(
+    extras = Extras(dropout_p, seed, sink)
+    chosen = choose(of_text(stage), q, "bwd", deterministic, diagonal is not None, extras, Br=Br, Bc=Bc)
+    dq, dk, dv, *others = backward(
         q, k, v, o, L, dO, dL, _visible(diagonal, mask, mask_tensors, ints, floats, kinds, wanted), scale,
-        *choose(of_text(stage), q, "bwd", deterministic, diagonal is not None, Br=Br, Bc=Bc), deterministic)
-    return dq, dk, dv, [x for x in of_mask if x is not None]
+        *chosen, deterministic, extras)
+    return dq, dk, dv, [x for x in others if x is not None]
 
 
 @_backward_op.register_fake
-def _(q, k, v, o, L, dO, dL, diagonal, mask, mask_tensors, ints, floats, scale, stage, deterministic, Br, Bc,
-      kinds, wanted):
+def _(q, k, v, o, L, dO, dL, diagonal, mask, mask_tensors, ints, floats, dropout_p, seed, sink, scale, stage,
+      deterministic, Br, Bc, kinds, wanted):
     check_tensors(q, k, v, traced=True)
     choose(of_text(stage), q, "bwd", deterministic, diagonal is not None, Br=Br, Bc=Bc)
-    of_mask = [x.new_empty(x.shape) for x, needed in zip(mask_tensors, wanted) if needed]
-    return empty_like(q), empty_like(k), empty_like(v), of_mask
+    others = [x.new_empty(x.shape) for x in (*(() if sink is None else (sink,)),
+                                             *(x for x, needed in zip(mask_tensors, wanted) if needed))]
+    return empty_like(q), empty_like(k), empty_like(v), others
 
 
 def _save(ctx, inputs, output) -> None:
-    (q, k, v, diagonal, mask, mask_tensors, ints, floats, scale, _, backward, deterministic, _, _, Br, Bc,
-     kinds, wanted) = inputs
+    (q, k, v, diagonal, mask, mask_tensors, ints, floats, dropout_p, seed, sink, scale, _, backward,
+     deterministic, _, _, Br, Bc, kinds, wanted) = inputs
     if deterministic is None and torch.are_deterministic_algorithms_enabled():  # it may not be by then
         stage, _ = choose(of_text(backward), q, "bwd", None, diagonal is not None, Br=Br, Bc=Bc)
         deterministic = stage.can_be_deterministic
-    ctx.save_for_backward(q, k, v, *output, *mask_tensors)
+    ctx.save_for_backward(q, k, v, *output, seed, sink, *mask_tensors)
     ctx.set_materialize_grads(False)  # None for an output that the loss does not depend on
-    ctx.visible = diagonal, mask, ints, floats
+    ctx.visible, ctx.dropout_p = (diagonal, mask, ints, floats), dropout_p
     ctx.options = scale, backward, bool(deterministic), Br, Bc, kinds, wanted
 
 
 def _differentiate(ctx, dO, dL):
-    q, k, v, o, L, *of_mask = ctx.saved_tensors
+    q, k, v, o, L, seed, sink, *of_mask = ctx.saved_tensors
     if dO is None:  # the loss depends on L alone
         dO = torch.zeros_like(o)
     diagonal, mask, ints, floats = ctx.visible
-    *gradients, by_mask = torch.ops.flash.backward(q, k, v, o, L, dO, dL, diagonal, mask, of_mask, ints,
-                                                   floats, *ctx.options)
+    *gradients, others = torch.ops.flash.backward(q, k, v, o, L, dO, dL, diagonal, mask, of_mask, ints,
+                                                  floats, ctx.dropout_p, seed, sink, *ctx.options)
     needed = (x if need else None for x, need in zip(gradients, ctx.needs_input_grad))
-    waiting = iter(by_mask)
     wanted = ctx.options[-1]
-    by_tensors = [next(waiting) if want else None for want in wanted] or [None] * len(of_mask)
+    by_sink, by_mask = spread(others, sink, wanted)
+    by_tensors = by_mask or [None] * len(of_mask)
     # An empty list may be one of tensors, so PyTorch wants a list for it
     of_lists: list[list | None] = [None if x else [] for x in (ints, floats, ctx.options[-2], wanted)]
-    return (*needed, None, None, by_tensors, *of_lists[:2], *[None] * 8, *of_lists[2:])
+    return (*needed, None, None, by_tensors, *of_lists[:2], None, None, by_sink, *[None] * 8, *of_lists[2:])
 
 
 _forward_op.register_autograd(_differentiate, setup_context=_save)
@@ -244,19 +264,19 @@ _backward_op.register_autograd(_refuse_second_derivative)
 
 
 # ------------------------------------------------------------------------------------------ FLOPs
-def _flops(q, k, diagonal: int | None, of_a_column: int) -> int:
+def _flops(direction: str, q, k, v, diagonal: int | None) -> int:
     B, H, N_q, d = q
-    return of_a_column * B * H * d * visible_pairs(N_q, k[2], diagonal)
+    return flops_of_pair(direction, d, v[3]) * B * H * visible_pairs(N_q, k[2], diagonal)
 
 
 @register_flop_formula(torch.ops.flash.forward)
 def _forward_flops(q, k, v, diagonal, *_, out_shape=None, **__) -> int:
     """For FlopCounterMode: the two products, over the pairs of a query and a key that it sees; with a mask,
     over all pairs."""
-    return _flops(q, k, diagonal, FLOPS_PER_COLUMN["fwd"])
+    return _flops("fwd", q, k, v, diagonal)
 
 
 @register_flop_formula(torch.ops.flash.backward)
 def _backward_flops(q, k, v, o, L, dO, dL, diagonal, *_, out_shape=None, **__) -> int:
     """The five products."""
-    return _flops(q, k, diagonal, FLOPS_PER_COLUMN["bwd"])
+    return _flops("bwd", q, k, v, diagonal)

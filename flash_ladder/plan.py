@@ -18,28 +18,27 @@ from .bound import Bound, gradients_of
 from .bound import strides_of as mask_strides_of
 from .checks import aligned, as_scale
 from .devices import shared_memory_per_block
+from .extras import NO_EXTRAS, Extras, check_takes
 from .inspection import current_report
 from .launch import PARAMS, Library, MaskTensor, Tensor, definitions, explain_loss, latest, load
 from .loader import debug
 from .registry import find_stage, stages
-from .stage import MANY, Stage
+from .stage import MANY, TENSORS, Stage
 
-# In the order in which a plan takes them
-TENSORS = {"fwd": ("Q", "K", "V", "O", "L"),
-           "bwd": ("Q", "K", "V", "O", "dO", "L", "dL", "dQ", "dK", "dV")}
-OUTPUTS = {"fwd": ("O", "L"), "bwd": ("dQ", "dK", "dV")}
-VECTORS = ("L", "dL")                    # contiguous: an address without strides
-FLOPS_PER_COLUMN = {"fwd": 4, "bwd": 10}  # of a pair of a query and a key that it sees
+OUTPUTS = {"fwd": ("O", "L"), "bwd": ("dQ", "dK", "dV", "dsink")}
+VECTORS = ("L", "dL", "sink", "seed", "dsink")  # contiguous: an address without strides
 MOST_PLANS = 4096                        # kept; the oldest goes first
 
 Visible = int | Bound | None             # query i sees key j <= i + this; what a mask says; all of them
 
 
 def choose(stage, q: torch.Tensor, direction: str = "fwd", deterministic: bool | None = False,
-           causal: bool = False, **tiles: int | None) -> tuple[Stage, dict[str, int]]:
+           causal: bool = False, extras: Extras = NO_EXTRAS,
+           **tiles: int | None) -> tuple[Stage, dict[str, int]]:
     """The stage that a call asks for, and its tile sizes; checked."""
     d = int(q.shape[3])
     stage = find_or_convert(stage, q.dtype, q.device, direction, deterministic, d)
+    check_takes(stage, extras)
     chosen = {name: size for name, size in tiles.items() if size is not None}
     rows = q.shape[0] * q.shape[1] * q.shape[2]
     if not isinstance(rows, int):  # traced with dynamic shapes: the operator will see a number
@@ -75,17 +74,18 @@ class Plan:
         tensors: by their names in FwdParams or BwdParams; None for one that is left out.
         visible: which pairs of a query and a key count.
         scale: as as_scale gave it.
+        dropout_p: 0: none.
     """
 
     __slots__ = ("stage", "library", "device", "visible", "_at", "_template", "_words", "_workspace_floats")
 
     def __init__(self, stage: Stage, tiles: dict[str, int], deterministic: bool, visible: Visible,
-                 scale: float, tensors: dict[str, torch.Tensor | None]):
-        q, k = tensors["Q"], tensors["K"]
+                 scale: float, tensors: dict[str, torch.Tensor | None], dropout_p: float = 0.0):
+        q, k, v = tensors["Q"], tensors["K"], tensors["V"]
         struct = PARAMS[stage.direction]
         diagonal = visible if isinstance(visible, int) else 0
         params = struct(B=q.shape[0], H=q.shape[1], H_kv=k.shape[1], N_q=q.shape[2], N_k=k.shape[2],
-                        diagonal=diagonal, scale=scale)
+                        diagonal=diagonal, scale=scale, dropout=dropout_p)
         params.mask.B = params.mask.H = 1
         params.mask.ints[0] = diagonal
         for name, x in tensors.items():
@@ -97,7 +97,8 @@ class Plan:
         if isinstance(visible, Bound):
             at += fill_mask(params.mask, visible, struct.mask.offset)
         macros = definitions(stage, q.dtype, q.shape[3], isinstance(visible, int), tiles, deterministic,
-                             scale < 0, mask_file(visible))
+                             scale < 0, mask_file(visible), v.shape[3], dropout_p > 0,
+                             tensors.get("sink") is not None)
         self.library: Library = load(stage, macros, q.device)
         self._workspace_floats = -(-self.library.workspace_bytes(ctypes.byref(params)) // 4)
         self._template = bytes(params)
@@ -146,7 +147,7 @@ class Plan:
             raise RuntimeError("inspect() observes the simulator, not a GPU: pass CPU tensors (q.cpu(), ...)")
         named = {name: x for name, x in zip(TENSORS[direction], tensors) if x is not None}
         inputs = {name: x for name, x in named.items() if name not in OUTPUTS[direction]}
-        outputs = {name: named[name] for name in OUTPUTS[direction]}
+        outputs = {name: named[name] for name in OUTPUTS[direction] if name in named}
         outputs[self.stage.workspace] = torch.empty(self._workspace_floats, dtype=torch.float32,
                                                     device=device)
         params = PARAMS[direction].from_buffer_copy(self._template)
@@ -167,8 +168,8 @@ class Plan:
             error = self.library.run(ctypes.byref(params), None)
         if error is not None:
             raise self.library.failure(error)
-        q, k = named["Q"], named["K"]
-        report.flops += (FLOPS_PER_COLUMN[direction] * q.shape[0] * q.shape[1] * q.shape[3]
+        q, k, v = named["Q"], named["K"], named["V"]
+        report.flops += (flops_of_pair(direction, q.shape[3], v.shape[3]) * q.shape[0] * q.shape[1]
                          * visible_pairs(q.shape[2], k.shape[2], self.visible))
 
     def _mask_names(self) -> list[str]:
@@ -202,19 +203,20 @@ _plans: dict[tuple, Plan] = {}
 
 
 def plan_for(stage: Stage, tiles: dict[str, int], deterministic: bool, visible: Visible, scale: float,
-             tensors: dict[str, torch.Tensor | None]) -> Plan:
+             tensors: dict[str, torch.Tensor | None], dropout_p: float = 0.0) -> Plan:
     """The plan of a call, out of the cache or made; compiled if it is not, or no longer as its files are.
 
-    tensors: by name, of which just the layouts count; L and dL may be left out.
+    tensors: by name, of which just the layouts count; of VECTORS, whether there is a sink: the others may be
+    left out.
     """
     q, report = tensors["Q"], current_report()
     key = (stage, *tiles.values(), deterministic,
            visible.layout if isinstance(visible, Bound) else visible, scale, q.dtype, q.device, debug(),
-           report and report.runtime,
+           report and report.runtime, dropout_p, tensors.get("sink") is not None,
            *((x.shape, x.stride()) for name, x in tensors.items() if name not in VECTORS))
     plan = _plans.get(key)
     if plan is None or not plan.is_current():
-        plan = Plan(stage, tiles, deterministic, visible, scale, tensors)
+        plan = Plan(stage, tiles, deterministic, visible, scale, tensors, dropout_p)
         keep(_plans, key, plan)
     return plan
 
@@ -227,12 +229,13 @@ def keep(cache: dict, key: tuple, value) -> None:
     cache[key] = value
 
 
-def forward(q, k, v, visible: Visible, scale: float | None, stage: Stage, tiles: dict[str, int]):
+def forward(q, k, v, visible: Visible, scale: float | None, stage: Stage, tiles: dict[str, int],
+            extras: Extras = NO_EXTRAS):
     """(o, L), for tensors that check_tensors passed."""
-    o, lse = forward_outputs(q)
-    tensors = {"Q": q, "K": k, "V": v, "O": o, "L": lse}
-    run(plan_for(stage, tiles, False, visible, as_scale(scale, q.shape[3]), tensors), tensors,
-        *mask_tensors(visible))
+    o, lse = forward_outputs(q, v)
+    tensors = {"Q": q, "K": k, "V": v, "O": o, "L": lse, "sink": extras.sink, "seed": extras.seed}
+    run(plan_for(stage, tiles, False, visible, as_scale(scale, q.shape[3]), tensors, extras.dropout_p),
+        tensors, *mask_tensors(visible))
     return o, lse
 
 
@@ -255,9 +258,9 @@ def names_of_mask(visible: Visible) -> tuple[str, ...]:
     return visible.names if isinstance(visible, Bound) else ()
 
 
-def forward_outputs(q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def forward_outputs(q: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """O and L, to be filled."""
-    return empty_like(q), torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
+    return empty_output(q, v), torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
 
 
 def empty_like(x: torch.Tensor) -> torch.Tensor:
@@ -266,10 +269,20 @@ def empty_like(x: torch.Tensor) -> torch.Tensor:
     return like if like.stride(3) == 1 else torch.empty(x.shape, dtype=x.dtype, device=x.device)
 
 
+def empty_output(q: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    """O: of q's layout, with v's columns."""
+    if v.shape[3] == q.shape[3]:
+        return empty_like(q)
+    B, H, N, d_v = *q.shape[:3], v.shape[3]
+    if q.stride(1) < q.stride(2):                            # (B, N, H, d), seen the other way
+        return torch.empty((B, N, H, d_v), dtype=q.dtype, device=q.device).transpose(1, 2)
+    return torch.empty((B, H, N, d_v), dtype=q.dtype, device=q.device)
+
+
 def backward(q, k, v, o, lse, do, dlse, visible: Visible, scale: float | None, stage: Stage,
-             tiles: dict[str, int], deterministic: bool):
-    """(dq, dk, dv, *the mask's), from what forward was given and gave. dlse: None for zeros. deterministic:
-    the macro. Of a mask without gradients there are none, else one for each of its tensors.
+             tiles: dict[str, int], deterministic: bool, extras: Extras = NO_EXTRAS):
+    """(dq, dk, dv, *others), from what forward was given and gave. dlse: None for zeros. deterministic: the
+    macro. others: the sink's, if there is one; then, of a mask with gradients, one for each of its tensors.
 
     If the stage does not take their type, by way of float32: see find_or_convert().
     """
@@ -279,25 +292,29 @@ def backward(q, k, v, o, lse, do, dlse, visible: Visible, scale: float | None, s
             kinds = zip(visible.tensors, visible.kinds)
             visible = visible.with_tensors([x.to(wide) if kind == "elements" else x for x, kind in kinds])
         gradients = backward(q.to(wide), k.to(wide), v.to(wide), o.to(wide), lse, do.to(wide), dlse, visible,
-                             scale, stage, tiles, deterministic)
-        return tuple(x if x is None else x.to(q.dtype) for x in gradients)
+                             scale, stage, tiles, deterministic, extras)
+        return (*(x.to(q.dtype) for x in gradients[:3]),
+                *(x if x is None or x.dim() == 1 else x.to(q.dtype) for x in gradients[3:]))
     tensors = {"Q": q, "K": k, "V": v, "O": aligned(o), "dO": aligned(do), "L": lse.contiguous(),
-               "dL": None if dlse is None else dlse.contiguous(),
-               "dQ": empty_like(q), "dK": empty_like(k), "dV": empty_like(v)}
+               "dL": None if dlse is None else dlse.contiguous(), "sink": extras.sink, "seed": extras.seed,
+               "dQ": empty_like(q), "dK": empty_like(k), "dV": empty_like(v),
+               "dsink": None if extras.sink is None else torch.empty_like(lse.contiguous())}
     of_mask = list(mask_tensors(visible))
     dS = None
     by_mask: list[torch.Tensor | None] = [None] * len(of_mask)
     if isinstance(visible, Bound) and any(visible.wanted):
         dS = torch.zeros(*q.shape[:3], k.shape[2], dtype=torch.float32, device=q.device)
     try:
-        run(plan_for(stage, tiles, deterministic, visible, as_scale(scale, q.shape[3]), tensors), tensors,
-            *of_mask, *() if dS is None else (dS,))
+        run(plan_for(stage, tiles, deterministic, visible, as_scale(scale, q.shape[3]), tensors,
+                     extras.dropout_p), tensors, *of_mask, *() if dS is None else (dS,))
     except torch.AcceleratorError as error:
         explain_loss(error)
         raise
     if dS is not None and isinstance(visible, Bound):
         by_mask = gradients_of(visible, dS)
-    return tensors["dQ"], tensors["dK"], tensors["dV"], *by_mask
+    # of a sink: added up over batch elements and rows, in a fixed order
+    by_sink = () if extras.sink is None else (tensors["dsink"].sum((0, 2)),)
+    return tensors["dQ"], tensors["dK"], tensors["dV"], *by_sink, *by_mask
 
 
 def run(plan: Plan, tensors: dict[str, torch.Tensor | None], *of_mask: torch.Tensor | None) -> None:
@@ -307,6 +324,11 @@ def run(plan: Plan, tensors: dict[str, torch.Tensor | None], *of_mask: torch.Ten
         plan.inspect(report, *tensors.values(), *of_mask)
     else:
         plan.launch(*tensors.values(), *of_mask)
+
+
+def flops_of_pair(direction: str, d: int, d_v: int) -> int:
+    """Of a query and a key that it sees, in both products, or in the five of the backward pass."""
+    return 2 * (d + d_v) if direction == "fwd" else 2 * (3 * d + 2 * d_v)
 
 
 def visible_pairs(N_q: int, N_k: int, visible: Visible) -> int:

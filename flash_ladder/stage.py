@@ -17,15 +17,17 @@ from .nvcc import find_nvcc
 from .sources import STAGES, line_of, read_source, source_files
 from .values import as_integer, shown
 
-FIELDS = ("idea", "types", "needs", "after", "default", "deterministic", "tiles", "limits", "shared",
+FIELDS = ("idea", "types", "needs", "after", "default", "deterministic", "takes", "tiles", "limits", "shared",
           "workspace", "hbm", "predicted", "measured")
 ARCHITECTURE = r"(any GPU|sm_\d\d+a?)"
 # By their name in a stage's header
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 MANY = 1 << 62                            # rows of Q, where nobody says how many
 DIRECTIONS = {"fwd": "forward", "bwd": "backward"}
-TENSORS = {"fwd": ("Q", "K", "V", "O", "L"),
-           "bwd": ("Q", "K", "V", "O", "dO", "L", "dL", "dQ", "dK", "dV")}
+# Of a call, in the order in which a plan takes them
+TENSORS = {"fwd": ("Q", "K", "V", "O", "L", "sink", "seed"),
+           "bwd": ("Q", "K", "V", "O", "dO", "L", "dL", "sink", "seed", "dQ", "dK", "dV", "dsink")}
+TAKES = ("dropout", "sink", "d_v")        # what not every stage knows; d_v: of another size than d
 DETERMINISM = {"yes": (True, False), "no": (False, False), "on request": (False, True)}
 
 
@@ -63,6 +65,7 @@ class Stage:
                                             # name takes it; empty: never
     deterministic: bool = True              # bit-identical results every run
     deterministic_on_request: bool = False  # if compiled with -DDETERMINISTIC=1, at a cost
+    takes: tuple[str, ...] = ()             # of TAKES
     tile_rules: str = "Br=32 Bc=32"
     limits: str = ""
     shared: str = "0"
@@ -254,6 +257,9 @@ def read_header(path: Path, direction: str, is_rung: bool, modified: int) -> Sta
         raise ValueError(f"{path}: deterministic: {determinism!r} is not among {', '.join(DETERMINISM)}")
     if (workspace := fields.get("workspace", "workspace")) in TENSORS[direction]:
         raise ValueError(f"{path}: workspace: {workspace} is a tensor of the call: give it another name")
+    takes = tuple(filter(None, re.split(r",\s*", fields.get("takes", "").strip())))
+    if unknown := set(takes) - set(TAKES):
+        raise ValueError(f"{path}: takes: {', '.join(unknown)} not among {', '.join(TAKES)}")
     deterministic, on_request = DETERMINISM[determinism]
     in_ladder = title and title[2] and is_rung
     stage = Stage(
@@ -261,7 +267,7 @@ def read_header(path: Path, direction: str, is_rung: bool, modified: int) -> Sta
         direction=direction, path=path, idea=fields.get("idea", ""),
         dtypes=tuple(DTYPES[t] for t in types), needs=needs, after=after, default=default,
         deterministic=deterministic,
-        deterministic_on_request=on_request, tile_rules=fields.get("tiles", "Br=32 Bc=32"),
+        deterministic_on_request=on_request, takes=takes, tile_rules=fields.get("tiles", "Br=32 Bc=32"),
         limits=fields.get("limits", ""), shared=fields.get("shared", "0"), hbm=fields.get("hbm", ""),
         workspace=workspace, predicted=fields.get("predicted", ""), measured=fields.get("measured", ""))
     if sorted(tiles := stage.default_tiles(64)) != ["Bc", "Br"]:

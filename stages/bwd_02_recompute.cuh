@@ -4,6 +4,7 @@
 // needs:   any GPU
 // after:   naive
 // deterministic: no
+// takes:   dropout, sink, d_v
 // tiles:   Br=64 Bc=64; d > 64: Br=32 Bc=32; d > 128: Br=16 Bc=32
 // limits:  Br % 8 == 0; Bc % 32 == 0; (Br // 8) * (Bc // 32) <= 64
 // shared:  8 * (Br * d + Bc * (d + 1) + Br * Bc)
@@ -39,6 +40,10 @@
 //
 // Which tiles of Q see something of K_j, and which scores count, is asked of the mask (common/mask.cuh), one
 // for each query head.
+//
+// A sink is in L, so it changes nothing here. Its own gradient is that of a score whose dP is 0, as its value
+// is: dS = P (dP - D) = -e^(sink - L_i) D_i, summed over the rows i (common/rowsum.cuh). With dropout,
+// O = (keep P) V. So dV takes keep P, and dP is keep dO V^T. D is still rowsum(dO * O).
 //
 // HBM traffic without caches (hbm, above): K, V, dK and dV cross once. Q, dO, L and D are read Tc times, and
 // dQ is read and written Tc times. Before that O, dO and L are read, D is written and dQ set to 0. With a
@@ -82,7 +87,7 @@ __global__ void __launch_bounds__(threads, 2) backward_kernel(BwdParams p, const
   float* P_smem = dO_smem + Br * d;       // Br x Bc
   float* dS_smem = P_smem + Br * Bc;      // Br x Bc
   load_tile(K_smem, d + 1, p.K.head(b, h_kv), p.K.stride_n, j * Bc, Bc, p.N_k);            // line 6
-  load_tile(V_smem, d + 1, p.V.head(b, h_kv), p.V.stride_n, j * Bc, Bc, p.N_k);
+  load_tile<d_v>(V_smem, d + 1, p.V.head(b, h_kv), p.V.stride_n, j * Bc, Bc, p.N_k);
 
   float dK_reg[keys][dims] = {}, dV_reg[keys][dims] = {};                // line 7
 
@@ -95,7 +100,7 @@ __global__ void __launch_bounds__(threads, 2) backward_kernel(BwdParams p, const
       const int i = tiles[t];
       __syncthreads();                    // all are done with the last tiles, which are now overwritten
       load_tile(Q_smem, d, p.Q.head(b, h), p.Q.stride_n, i * Br, Br, p.N_q);               // line 9
-      load_tile(dO_smem, d, p.dO.head(b, h), p.dO.stride_n, i * Br, Br, p.N_q);
+      load_tile<d_v>(dO_smem, d, p.dO.head(b, h), p.dO.stride_n, i * Br, Br, p.N_q);
       __syncthreads();                    // nobody reads before everybody has written
 
       float S_reg[rows][cols] = {}, dP_reg[rows][cols] = {};
@@ -119,8 +124,8 @@ __global__ void __launch_bounds__(threads, 2) backward_kernel(BwdParams p, const
           const int col = j * Bc + lane + 32 * c;
           const float x = p.scale * S_reg[r][c];
           const float P = mask.sees(row, col) ? expf(mask.score(x, row, col) - L_row) : 0.f;     // line 11
-          const float dS = P * (dP_reg[r][c] - D_row);                   // line 14
-          P_smem[(warp * rows + r) * Bc + lane + 32 * c] = P;
+          const float dS = P * (mask.keep(row, col) * dP_reg[r][c] - D_row);                // line 14
+          P_smem[(warp * rows + r) * Bc + lane + 32 * c] = P * mask.keep(row, col);
           dS_smem[(warp * rows + r) * Bc + lane + 32 * c] = mask.through_score(dS, x, row, col);
         }
       }
@@ -167,7 +172,7 @@ __global__ void __launch_bounds__(threads, 2) backward_kernel(BwdParams p, const
       const int k = lane + 32 * c;
       if (k >= d) continue;
       dK[col * p.dK.stride_n + k] = p.scale * dK_reg[r][c];
-      dV[col * p.dV.stride_n + k] = dV_reg[r][c];
+      if (k < d_v) dV[col * p.dV.stride_n + k] = dV_reg[r][c];
     }
   }
 }

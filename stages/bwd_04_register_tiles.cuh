@@ -4,6 +4,7 @@
 // needs:   any GPU
 // after:   recompute
 // deterministic: no
+// takes:   dropout, sink, d_v
 // tiles:   Br=64 Bc=64; d > 128: Br=32 Bc=32
 // limits:  Br in (32, 64); Bc in (32, 64)
 // shared:  4 * (2 * Bc * (d + Br) + (Bc + 2 * Br) * max(32, next_power_of_2(d)))
@@ -106,7 +107,7 @@ __global__ void __launch_bounds__(threads) backward_kernel(BwdParams p, const fl
   extern __shared__ float smem[];
   float* K_smem = smem;                   // Bc x width
   float* KT_smem = K_smem + Bc * width;   // d x Bc: transposed
-  float* VT_smem = KT_smem + d * Bc;      // d x Bc: transposed
+  float* VT_smem = KT_smem + d * Bc;      // d_v x Bc: transposed
   float* Q_smem = VT_smem + d * Bc;       // Br x width
   float* dO_smem = Q_smem + Br * width;   // Br x width
   float* P_smem = dO_smem + Br * width;   // Br x Bc
@@ -115,7 +116,7 @@ __global__ void __launch_bounds__(threads) backward_kernel(BwdParams p, const fl
   __syncthreads();
   load_tile(K_smem, width, p.K.head(b, h_kv), p.K.stride_n, j * Bc, Bc, p.N_k);            // line 6
   load_transposed(KT_smem, Bc, p.K.head(b, h_kv), p.K.stride_n, j * Bc, Bc, p.N_k);
-  load_transposed(VT_smem, Bc, p.V.head(b, h_kv), p.V.stride_n, j * Bc, Bc, p.N_k);
+  load_transposed<d_v>(VT_smem, Bc, p.V.head(b, h_kv), p.V.stride_n, j * Bc, Bc, p.N_k);
 
   float dK_reg[keys][dims] = {}, dV_reg[keys][dims] = {};                // line 7
 
@@ -128,12 +129,12 @@ __global__ void __launch_bounds__(threads) backward_kernel(BwdParams p, const fl
       const int i = tiles[t];
       __syncthreads();                    // all are done with the last tiles, which are now overwritten
       load_tile(Q_smem, width, p.Q.head(b, h), p.Q.stride_n, i * Br, Br, p.N_q);           // line 9
-      load_tile(dO_smem, width, p.dO.head(b, h), p.dO.stride_n, i * Br, Br, p.N_q);
+      load_tile<d_v>(dO_smem, width, p.dO.head(b, h), p.dO.stride_n, i * Br, Br, p.N_q);
       __syncthreads();                    // nobody reads before everybody has written
 
       float S_reg[rows][cols] = {}, dP_reg[rows][cols] = {};
       add_product(S_reg, Q_smem + S_row * width, 4 * width, KT_smem, Bc, S_col, d);        // line 10
-      add_product(dP_reg, dO_smem + S_row * width, 4 * width, VT_smem, Bc, S_col, d);      // line 13
+      add_product(dP_reg, dO_smem + S_row * width, 4 * width, VT_smem, Bc, S_col, d_v);    // line 13
 
       for (int r = 0; r < rows; r++) {
         const int row = i * Br + S_row + 4 * r;
@@ -143,8 +144,8 @@ __global__ void __launch_bounds__(threads) backward_kernel(BwdParams p, const fl
           const int col = j * Bc + S_col + c / 4 * 32 + c % 4;
           const float x = p.scale * S_reg[r][c];
           const float P = mask.sees(row, col) ? expf(mask.score(x, row, col) - L_row) : 0.f;     // line 11
-          const float dS = P * (dP_reg[r][c] - D_row);                   // line 14
-          P_smem[(S_row + 4 * r) * Bc + S_col + c / 4 * 32 + c % 4] = P;
+          const float dS = P * (mask.keep(row, col) * dP_reg[r][c] - D_row);                // line 14
+          P_smem[(S_row + 4 * r) * Bc + S_col + c / 4 * 32 + c % 4] = P * mask.keep(row, col);
           dS_smem[(S_row + 4 * r) * Bc + S_col + c / 4 * 32 + c % 4] = mask.through_score(dS, x, row, col);
         }
       }
@@ -182,7 +183,7 @@ __global__ void __launch_bounds__(threads) backward_kernel(BwdParams p, const fl
       const int k = dim + c / 4 * 32 + c % 4;
       if (k >= d) continue;
       dK[col * p.dK.stride_n + k] = p.scale * dK_reg[r][c];
-      dV[col * p.dV.stride_n + k] = dV_reg[r][c];
+      if (k < d_v) dV[col * p.dV.stride_n + k] = dV_reg[r][c];
     }
   }
 }

@@ -4,6 +4,7 @@
 // needs:   any GPU
 // after:   register_tiles
 // deterministic: no
+// takes:   dropout, sink, d_v
 // tiles:   Br=64 Bc=64; d > 128: Br=32 Bc=32
 // limits:  Br in (32, 64); Bc in (32, 64)
 // shared:  4 * (2 * Bc * (d + Br) + (Bc + 2 * Br) * max(32, next_power_of_2(d)))
@@ -97,14 +98,14 @@ __global__ void __launch_bounds__(threads) backward_kernel(BwdParams p, const fl
   extern __shared__ __align__(16) float smem[];
   float* K_smem = smem;                   // Bc x width
   float* KT_smem = K_smem + Bc * width;   // d x Bc: transposed
-  float* VT_smem = KT_smem + d * Bc;      // d x Bc: transposed
+  float* VT_smem = KT_smem + d * Bc;      // d_v x Bc: transposed
   float* Q_smem = VT_smem + d * Bc;       // Br x width
   float* dO_smem = Q_smem + Br * width;   // Br x width
   float* P_smem = dO_smem + Br * width;   // Br x Bc
   float* dS_smem = P_smem + Br * Bc;      // Br x Bc
   load_tile4<threads>(K_smem, width, p.K.head(b, h_kv), p.K.stride_n, j * Bc, Bc, p.N_k);  // line 6
   load_transposed4<threads>(KT_smem, Bc, p.K.head(b, h_kv), p.K.stride_n, j * Bc, Bc, p.N_k);
-  load_transposed4<threads>(VT_smem, Bc, p.V.head(b, h_kv), p.V.stride_n, j * Bc, Bc, p.N_k);
+  load_transposed4<threads, d_v>(VT_smem, Bc, p.V.head(b, h_kv), p.V.stride_n, j * Bc, Bc, p.N_k);
 
   float dK_reg[keys][dims] = {}, dV_reg[keys][dims] = {};                // line 7
 
@@ -117,12 +118,12 @@ __global__ void __launch_bounds__(threads) backward_kernel(BwdParams p, const fl
       const int i = tiles[t];
       __syncthreads();                    // all are done with the last tiles, which are now overwritten
       load_tile4<threads>(Q_smem, width, p.Q.head(b, h), p.Q.stride_n, i * Br, Br, p.N_q); // line 9
-      load_tile4<threads>(dO_smem, width, p.dO.head(b, h), p.dO.stride_n, i * Br, Br, p.N_q);
+      load_tile4<threads, d_v>(dO_smem, width, p.dO.head(b, h), p.dO.stride_n, i * Br, Br, p.N_q);
       __syncthreads();                    // nobody reads before everybody has written
 
       float S_reg[rows][cols] = {}, dP_reg[rows][cols] = {};
       add_product(S_reg, Q_smem + S_row * width, 4 * width, KT_smem, Bc, S_col, d);        // line 10
-      add_product(dP_reg, dO_smem + S_row * width, 4 * width, VT_smem, Bc, S_col, d);      // line 13
+      add_product(dP_reg, dO_smem + S_row * width, 4 * width, VT_smem, Bc, S_col, d_v);    // line 13
 
       for (int r = 0; r < rows; r++) {
         const int row = i * Br + S_row + 4 * r;
@@ -132,7 +133,9 @@ __global__ void __launch_bounds__(threads) backward_kernel(BwdParams p, const fl
           const int col = j * Bc + S_col + c / 4 * 32 + c % 4;
           const float x = p.scale * S_reg[r][c];
           S_reg[r][c] = mask.sees(row, col) ? expf(mask.score(x, row, col) - L_row) : 0.f; // line 11: P_ij
-          dP_reg[r][c] = mask.through_score(S_reg[r][c] * (dP_reg[r][c] - D_row), x, row, col);  // line 14
+          const float dS = S_reg[r][c] * (mask.keep(row, col) * dP_reg[r][c] - D_row);           // line 14
+          dP_reg[r][c] = mask.through_score(dS, x, row, col);
+          S_reg[r][c] *= mask.keep(row, col);
         }
         for (int c = 0; c < cols; c += 4) {
           const int to = (S_row + 4 * r) * Bc + S_col + 8 * c;
@@ -177,6 +180,7 @@ __global__ void __launch_bounds__(threads) backward_kernel(BwdParams p, const fl
       if (k >= d) continue;
       store4(dK + col * p.dK.stride_n + k, p.scale * dK_reg[r][c], p.scale * dK_reg[r][c + 1],
              p.scale * dK_reg[r][c + 2], p.scale * dK_reg[r][c + 3]);
+      if (k >= d_v) continue;
       store4(dV + col * p.dV.stride_n + k, dV_reg[r][c], dV_reg[r][c + 1], dV_reg[r][c + 2],
              dV_reg[r][c + 3]);
     }

@@ -5,6 +5,7 @@
 // after:   conflict_free
 // default: any GPU
 // deterministic: no
+// takes:   dropout, sink, d_v
 // tiles:   Br=64 Bc=64; d > 128: Br=32 Bc=32
 // limits:  Br in (32, 64); Bc in (32, 64)
 // shared:  4 * (2 * Bc * (d + Br) + (Bc + 2 * Br) * max(32, next_power_of_2(d)))
@@ -66,13 +67,14 @@ constexpr int dQ_rows = Br / (Bc / 4);
 // Registers for a tile of Q or dO on its way from HBM to shared memory: a thread has every tile_step-th row.
 constexpr int tile_step = threads / (width / 4), staged_rows = Br / tile_step;
 
-// Rows of `matrix` from `first` on. Rows from N on, and columns from d on, are zeros.
+// Rows of `matrix` from `first` on. Rows from N on, and columns that it does not have, are zeros.
+template <int columns>
 __device__ __forceinline__ void stage_tile(float4 (&staged)[staged_rows], const float* matrix,
                                            int64_t stride_n, int first, int N) {
   const int row = first + threadIdx.x / (width / 4), k = threadIdx.x % (width / 4) * 4;
   const float* from = matrix + row * stride_n + k;
   for (int n = 0; n < staged_rows; n++) {
-    const bool inside = row + n * tile_step < N && (width == d || k < d);
+    const bool inside = row + n * tile_step < N && (width == columns || k < columns);
     staged[n] = inside ? load4(from) : make_float4(0.f, 0.f, 0.f, 0.f);
     from += tile_step * stride_n;
   }
@@ -143,25 +145,24 @@ __global__ void __launch_bounds__(threads, blocks_per_sm) backward_kernel(BwdPar
   extern __shared__ __align__(16) float smem[];
   float* K_smem = smem;                   // Bc x width
   float* KT_smem = K_smem + Bc * width;   // d x Bc: transposed
-  float* VT_smem = KT_smem + d * Bc;      // d x Bc: transposed
+  float* VT_smem = KT_smem + d * Bc;      // d_v x Bc: transposed
   float* Q_smem = VT_smem + d * Bc;       // Br x width
   float* dO_smem = Q_smem + Br * width;   // Br x width
   float* P_smem = dO_smem + Br * width;   // Br x Bc
   float* dS_smem = P_smem + Br * Bc;      // Br x Bc
   load_tile4<threads>(K_smem, width, p.K.head(b, h_kv), p.K.stride_n, j * Bc, Bc, p.N_k);  // line 6
   load_swizzled4<threads>(KT_smem, Bc, p.K.head(b, h_kv), p.K.stride_n, j * Bc, Bc, p.N_k);
-  load_swizzled4<threads>(VT_smem, Bc, p.V.head(b, h_kv), p.V.stride_n, j * Bc, Bc, p.N_k);
+  load_swizzled4<threads, d_v>(VT_smem, Bc, p.V.head(b, h_kv), p.V.stride_n, j * Bc, Bc, p.N_k);
 
   float dK_reg[keys][dims] = {}, dV_reg[keys][dims] = {};                // line 7
 
   float4 Q_staged[staged_rows], dO_staged[staged_rows];
   auto stage_tiles = [&](int h, int i) {
-    stage_tile(Q_staged, p.Q.head(b, h), p.Q.stride_n, i * Br, p.N_q);
-    stage_tile(dO_staged, p.dO.head(b, h), p.dO.stride_n, i * Br, p.N_q);
+    stage_tile<d>(Q_staged, p.Q.head(b, h), p.Q.stride_n, i * Br, p.N_q);
+    stage_tile<d_v>(dO_staged, p.dO.head(b, h), p.dO.stride_n, i * Br, p.N_q);
   };
   bool staged = false;                    // are the next head's first ones on their way?
 
-  const float scale = Mask::scores ? 1.f : p.scale;     // a mask that changes scores applies it
   for (int h = h_kv * group; h < (h_kv + 1) * group; h++) {
     const Mask mask(p, b, h);
     const auto tiles = mask.query_tiles(j);
@@ -188,13 +189,12 @@ __global__ void __launch_bounds__(threads, blocks_per_sm) backward_kernel(BwdPar
       const bool cut = mask.cuts(tiles, t, j);
       for (int r = 0; r < rows; r++) {                                   // line 11: P_ij
         const int row = i * Br + S_row + 4 * r;
-        for (int c = 0; Mask::scores && c < cols; c++) {
+        for (int c = 0; c < cols; c++) {
           const int col = j * Bc + S_col + c / 4 * 32 + c % 4;
           const float x = p.scale * S_reg[r][c];
           slope_reg[r][c] = mask.slope(x, row, col);
-          S_reg[r][c] = mask.score(x, row, col);
+          S_reg[r][c] = fast_exp2(LOG2_E * (mask.score(x, row, col) - L_row[r]));
         }
-        for (int c = 0; c < cols; c++) S_reg[r][c] = fast_exp2(LOG2_E * (scale * S_reg[r][c] - L_row[r]));
         for (int c = 0; cut && c < cols; c++) {
           if (!mask.sees(row, j * Bc + S_col + c / 4 * 32 + c % 4)) S_reg[r][c] = 0.f;
         }
@@ -206,18 +206,21 @@ __global__ void __launch_bounds__(threads, blocks_per_sm) backward_kernel(BwdPar
 
       float dP_reg[rows][cols] = {};                                     // line 13: dP_ij = dO_i V_j^T
       const float* dO_rows = dO_smem + S_row * width;
-      add_product<8, unroll_k>(dP_reg, dO_rows, 4 * width, 4 * odd, VT_smem, Bc, 16, S_col, d);
+      add_product<8, unroll_k>(dP_reg, dO_rows, 4 * width, 4 * odd, VT_smem, Bc, 16, S_col, d_v);
       for (int r = 0; r < rows; r++) {                                   // line 14: dS_ij
         for (int c = 0; c < cols; c += 4) {
           const int to = (S_row + 4 * r) * Bc + ((S_col + 8 * c) ^ 16 * odd);
-          const float4 P = load4(P_smem + to);      // from where it waited, out of the way of dP
-          float dS[4] = {P.x * (dP_reg[r][c] - D_row[r]), P.y * (dP_reg[r][c + 1] - D_row[r]),
-                         P.z * (dP_reg[r][c + 2] - D_row[r]), P.w * (dP_reg[r][c + 3] - D_row[r])};
-          for (int e = 0; Mask::scores && e < 4; e++) {
-            mask.keep_gradient(dS[e], i * Br + S_row + 4 * r, j * Bc + S_col + 8 * c + e);
-            dS[e] *= slope_reg[r][c + e];
+          float P[4];
+          load(P, P_smem + to, 0, 0);               // from where it waited, out of the way of dP
+          for (int e = 0; e < 4; e++) {
+            const int row = i * Br + S_row + 4 * r, col = j * Bc + S_col + 8 * c + e;
+            const float keep = mask.keep(row, col), dS = P[e] * (keep * dP_reg[r][c + e] - D_row[r]);
+            mask.keep_gradient(dS, row, col);
+            dP_reg[r][c + e] = dS * slope_reg[r][c + e];
+            P[e] *= keep;
           }
-          store4(dS_smem + to, dS[0], dS[1], dS[2], dS[3]);
+          if (DROPOUT) store4(P_smem + to, P[0], P[1], P[2], P[3]);      // for dV
+          store4(dS_smem + to, dP_reg[r][c], dP_reg[r][c + 1], dP_reg[r][c + 2], dP_reg[r][c + 3]);
         }
       }
       __syncthreads();                    // a warp now reads columns of P and dS, which all warps wrote
@@ -242,8 +245,7 @@ __global__ void __launch_bounds__(threads, blocks_per_sm) backward_kernel(BwdPar
       }
 
       float dQ_reg[dQ_rows][dims] = {};                                  // line 15: dS_ij K_j
-      const float* dS_rows = dS_smem + dQ_row * Bc;
-      add_product<32, 1>(dQ_reg, dS_rows, 4 * Bc, 16 * odd, K_smem, width, 0, dim, Bc);
+      add_product<32, 1>(dQ_reg, dS_smem + dQ_row * Bc, 4 * Bc, 16 * odd, K_smem, width, 0, dim, Bc);
       for (int r = 0; r < dQ_rows; r++) {
         const int row = i * Br + dQ_row + 4 * r;
         if (row >= p.N_q) continue;
@@ -267,6 +269,7 @@ __global__ void __launch_bounds__(threads, blocks_per_sm) backward_kernel(BwdPar
       if (k >= d) continue;
       store4(dK + col * p.dK.stride_n + k, p.scale * dK_reg[r][c], p.scale * dK_reg[r][c + 1],
              p.scale * dK_reg[r][c + 2], p.scale * dK_reg[r][c + 3]);
+      if (k >= d_v) continue;
       store4(dV + col * p.dV.stride_n + k, dV_reg[r][c], dV_reg[r][c + 1], dV_reg[r][c + 2],
              dV_reg[r][c + 3]);
     }

@@ -5,6 +5,7 @@
 // after:   ordered_dq
 // default: sm_80
 // deterministic: on request
+// takes:   dropout, sink, d_v
 // tiles:   Br=64 Bc=128; d > 128: Br=64 Bc=64
 // limits:  Br in (32, 64, 128); Bc in (32, 64, 128); Br <= Bc
 // shared:  4 * (Bc + 2 * Br) * ((d + 63) // 64 * 64) + 4 * Bc * max(Br, 64) + 16 * Br
@@ -30,13 +31,15 @@
 //
 // HBM traffic without caches (hbm, above): as in ordered_dq.
 //
-// Changed from ordered_dq: the list above.
+// Changed from ordered_dq: the list above. And it takes dropout (common/drop_transposed.cuh), a sink and a V of
+// d_v < d columns, as recompute does. With dropout the warps for dV drop of P, those for dK of dP.
 //
 // Bound by the latency of its own instructions, as registers leave room for 8 warps, and still by barriers:
 // tensor cores busy 39 % of the time, shared memory 48 %, issue slots 36 % (H200, bf16, B4 H12 N1024 d64
 // causal).
 #pragma once
 #include "common/copy_tile.cuh"
+#include "common/drop_transposed.cuh"
 #include "common/exp2.cuh"
 #include "common/gradients.cuh"
 #include "common/launch.cuh"
@@ -97,14 +100,14 @@ __global__ void __launch_bounds__(threads) backward_kernel(BwdParams p, Workspac
     const int i = tiles[t], buffer = t % 2 * Br * pitch, row = threadIdx.x % (Br / 4) * 4;
     const int64_t from = ((int64_t)bh * Tr + i) * Br + row;
     copy_tile<threads>(Q_smem + buffer, tile_index, p.Q.head(b, h), p.Q.stride_n, i * Br, Br, p.N_q);
-    copy_tile<threads>(dO_smem + buffer, tile_index, p.dO.head(b, h), p.dO.stride_n, i * Br, Br, p.N_q);
+    copy_tile<threads, d_v>(dO_smem + buffer, tile_index, p.dO.head(b, h), p.dO.stride_n, i * Br, Br, p.N_q);
     if (threadIdx.x < Br / 4) cp_async_16(shared_address(L_smem + t % 2 * Br + row), w.L + from);
     else if (threadIdx.x < Br / 2) cp_async_16(shared_address(D_smem + t % 2 * Br + row), w.D + from);
     cp_async_commit();
   };
   if (tiles.first < tiles.end) {
     copy_tile<threads>(K_smem, tile_index, p.K.head(b, h_kv), p.K.stride_n, j * Bc, Bc, p.N_k);  // line 6
-    copy_tile<threads>(V_smem, tile_index, p.V.head(b, h_kv), p.V.stride_n, j * Bc, Bc, p.N_k);
+    copy_tile<threads, d_v>(V_smem, tile_index, p.V.head(b, h_kv), p.V.stride_n, j * Bc, Bc, p.N_k);
     start_copies(tiles.first);
   }
 
@@ -170,11 +173,17 @@ __global__ void __launch_bounds__(threads) backward_kernel(BwdParams p, Workspac
           if (!mask.sees(i * Br + col + 1, j * Bc + first_key + row)) y = 0.f;
         });
       }
-      round_to_A(X_frag, X_reg, store);
+      if (DROPOUT && !Mask::scores) for_each_pair(X_reg, store);         // for dS: P, before dropout
       if (Mask::scores) {                       // for dS: P times slope
-        for_both(X_reg, slope_reg, [](float& P, float& slope, int, int) { P *= slope; });
-        for_each_pair(X_reg, store);
+        for_both(X_reg, slope_reg, [](float& P, float& slope, int, int) { slope *= P; });
+        for_each_pair(slope_reg, store);
       }
+    }
+    if (DROPOUT) drop_transposed(X_reg, mask, i * Br, j * Bc + first_key);       // P for dV, or dP
+    if (makes_dV) {
+      round_to_A(X_frag, X_reg, [&](uint32_t packed, int row, int col) {
+        if (!DROPOUT && !Mask::scores) store(packed, row, col);
+      });
     }
     __syncthreads();                        // the warps for dK now read P
     if (!makes_dV) {                                                     // line 14: dS_ij, over P_ij
@@ -211,9 +220,9 @@ __global__ void __launch_bounds__(threads) backward_kernel(BwdParams p, Workspac
   });
   __syncwarp();                             // a warp reads the rows that it wrote, now 16 bytes at a time
   const Tensor& out = makes_dV ? p.dV : p.dK;
-  const int col = lane % row_threads * 8;
+  const int col = lane % row_threads * 8, columns = makes_dV ? d_v : d;
   for (int row = first_key + lane / row_threads; row < first_key + warp_rows; row += 32 / row_threads) {
-    if (j * Bc + row < p.N_k && col < d)
+    if (j * Bc + row < p.N_k && col < columns)
       *reinterpret_cast<uint4*>(out.head(b, h) + (j * Bc + row) * out.stride_n + col) =
           *reinterpret_cast<const uint4*>(sum_smem + tile_index(row, col));
   }

@@ -3,6 +3,7 @@
 // types:   fp32
 // needs:   any GPU
 // after:   online_softmax
+// takes:   dropout, sink, d_v
 // tiles:   Br=64 Bc=64; d > 64: Br=64 Bc=32; d > 128: Br=32 Bc=32
 // limits:  Br % 8 == 0; Bc % 32 == 0; (Br // 8) * (Bc // 32) <= 64
 // shared:  4 * (Br * d + Bc * (2 * d + 1) + Br * Bc)
@@ -38,6 +39,10 @@
 // Which scores count is now asked of an object, as in all later stages: Mask (common/mask.cuh), made once a
 // block. It says which tiles of K and V there are, tiles[0] to tiles[tiles.end - 1]; and of an element,
 // whether it counts (sees), and what becomes of it (score). Its rule is a file of stages/masks, a few lines.
+//
+// Three things that few calls ask for: V of d_v < d columns; a sink, a logit a head in the denominator of each
+// row, which is where m and l start; and dropout, which multiplies P by keep, 0 or 1 / (1 - p), once l has it
+// (common/dropout.cuh).
 //
 // Bound by shared memory: it is busy 62 % of the time, and the multipliers are busy 28 % (H200, B4 H12 N1024
 // d64 causal). In Q K^T a warp reads `rows` numbers of Q and 32 * cols of K for rows * 32 * cols
@@ -75,8 +80,8 @@ __global__ void __launch_bounds__(threads, 3) forward_kernel(FwdParams p) {
 
   float O_reg[rows][dims] = {}, m[rows], l[rows];                        // line 5
   for (int r = 0; r < rows; r++) {
-    m[r] = -INFINITY;
-    l[r] = 0.f;
+    m[r] = SINK ? p.sink[h] : -INFINITY;
+    l[r] = SINK ? 1.f : 0.f;
   }
 
   const auto tiles = mask.key_tiles(i);
@@ -84,7 +89,7 @@ __global__ void __launch_bounds__(threads, 3) forward_kernel(FwdParams p) {
     const int j = tiles[t];
     __syncthreads();                      // all are done with the last tiles, which are now overwritten
     load_tile(K_smem, d + 1, p.K.head(b, h_kv), p.K.stride_n, j * Bc, Bc, p.N_k);          // line 7
-    load_tile(V_smem, d, p.V.head(b, h_kv), p.V.stride_n, j * Bc, Bc, p.N_k);
+    load_tile<d_v>(V_smem, d, p.V.head(b, h_kv), p.V.stride_n, j * Bc, Bc, p.N_k);
     __syncthreads();                      // nobody reads before everybody has written
 
     float S_reg[rows][cols] = {};                                        // line 8: S_ij = Q_i K_j^T
@@ -109,7 +114,8 @@ __global__ void __launch_bounds__(threads, 3) forward_kernel(FwdParams p) {
       float l_tile = 0.f;
       for (int c = 0; c < cols; c++) {
         const float P = expf(S_reg[r][c] - shift);
-        P_smem[(warp * rows + r) * Bc + lane + 32 * c] = P;
+        const int col = lane + 32 * c;
+        P_smem[(warp * rows + r) * Bc + col] = P * mask.keep(row, j * Bc + col);
         l_tile += P;
       }
       const float alpha = expf(m[r] - shift);
@@ -134,7 +140,7 @@ __global__ void __launch_bounds__(threads, 3) forward_kernel(FwdParams p) {
     // --- O and L leave the registers
     for (int c = 0; c < dims; c++) {                                     // lines 12, 14
       const int k = lane + 32 * c;
-      if (k < d) O[row * p.O.stride_n + k] = l[r] == 0.f ? 0.f : O_reg[r][c] / l[r];
+      if (k < d_v) O[row * p.O.stride_n + k] = l[r] == 0.f ? 0.f : O_reg[r][c] / l[r];
     }
     if (lane == 0)                                                       // lines 13, 15
       p.L[(int64_t)bh * p.N_q + row] = l[r] == 0.f ? -INFINITY : m[r] + logf(l[r]);

@@ -3,6 +3,7 @@
 // types:   fp32
 // needs:   any GPU
 // after:   vectorized
+// takes:   dropout, sink, d_v
 // tiles:   Br=128 Bc=64; d > 64: Br=128 Bc=32; d > 128: Br=64 Bc=32
 // limits:  Br in (32, 64, 128); Bc in (32, 64)
 // shared:  4 * (Br * d + Bc * (d + (d + 31) // 32 * 32) + Br * Bc)
@@ -91,15 +92,15 @@ __global__ void __launch_bounds__(threads) forward_kernel(FwdParams p) {
 
   float O_reg[rows][dims] = {}, m[rows], l[rows];                        // line 5
   for (int r = 0; r < rows; r++) {
-    m[r] = -INFINITY;
-    l[r] = 0.f;
+    m[r] = SINK ? p.sink[h] : -INFINITY;
+    l[r] = SINK ? 1.f : 0.f;
   }
 
   for (int t = 0; t < tiles.end; t++) {                                  // line 6
     const int j = tiles[t];
     __syncthreads();                      // all are done with the last tiles, which are now overwritten
     load_swizzled4<threads>(K_smem, Bc, p.K.head(b, h_kv), p.K.stride_n, j * Bc, Bc, p.N_k);  // line 7
-    load_tile4<threads>(V_smem, width, p.V.head(b, h_kv), p.V.stride_n, j * Bc, Bc, p.N_k);
+    load_tile4<threads, d_v>(V_smem, width, p.V.head(b, h_kv), p.V.stride_n, j * Bc, Bc, p.N_k);
     __syncthreads();                      // nobody reads before everybody has written
 
     float S_reg[rows][cols] = {};                                        // line 8: S_ij = Q_i K_j^T
@@ -128,6 +129,7 @@ __global__ void __launch_bounds__(threads) forward_kernel(FwdParams p) {
       for (int c = 0; c < cols; c++) {
         S_reg[r][c] = expf(S_reg[r][c] - shift);                         // P
         l_tile += S_reg[r][c];
+        S_reg[r][c] *= mask.keep(row, j * Bc + col_of(c));
       }
       const float alpha = expf(m[r] - shift);
       l[r] = alpha * l[r] + sum_of_8(l_tile);
@@ -165,7 +167,7 @@ __global__ void __launch_bounds__(threads) forward_kernel(FwdParams p) {
     const float inv_l = l[r] == 0.f ? 0.f : 1.f / l[r];
     for (int c = 0; c < dims; c += 4) {                                  // lines 12, 14
       const int k = col_of(c);
-      if (k >= d) continue;
+      if (k >= d_v) continue;
       store4(O + row * p.O.stride_n + k, inv_l * O_reg[r][c], inv_l * O_reg[r][c + 1],
              inv_l * O_reg[r][c + 2], inv_l * O_reg[r][c + 3]);
     }

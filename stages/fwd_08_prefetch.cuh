@@ -3,6 +3,7 @@
 // types:   fp32
 // needs:   any GPU
 // after:   conflict_free
+// takes:   dropout, sink, d_v
 // tiles:   Br=128 Bc=64; d > 64: Br=128 Bc=32; d > 128: Br=64 Bc=32
 // limits:  Br in (32, 64, 128); Bc in (32, 64)
 // shared:  4 * (Br * d + Bc * (d + (d + 31) // 32 * 32) + Br * Bc)
@@ -105,8 +106,8 @@ __global__ void __launch_bounds__(threads) forward_kernel(FwdParams p) {
 
   float O_reg[rows][dims] = {}, m[rows], l[rows];                        // line 5
   for (int r = 0; r < rows; r++) {
-    m[r] = -INFINITY;
-    l[r] = 0.f;
+    m[r] = SINK ? p.sink[h] : -INFINITY;
+    l[r] = SINK ? 1.f : 0.f;
   }
 
   for (int t = 0; t < tiles.end; t++) {                                  // line 6
@@ -135,6 +136,7 @@ __global__ void __launch_bounds__(threads) forward_kernel(FwdParams p) {
       for (int c = 0; c < cols; c++) {
         S_reg[r][c] = expf(S_reg[r][c] - shift);                         // P
         l_tile += S_reg[r][c];
+        S_reg[r][c] *= mask.keep(row, j * Bc + col_of(c));
       }
       const float alpha = expf(m[r] - shift);
       l[r] = alpha * l[r] + sum_of_8(l_tile);
@@ -150,7 +152,7 @@ __global__ void __launch_bounds__(threads) forward_kernel(FwdParams p) {
                S_reg[r][c], S_reg[r + 1][c], S_reg[r + 2][c], S_reg[r + 3][c]);
     }
 
-    load_tile4<threads>(V_smem, width, V, p.V.stride_n, 0, Bc, p.N_k - j * Bc);            // line 7
+    load_tile4<threads, d_v>(V_smem, width, V, p.V.stride_n, 0, Bc, p.N_k - j * Bc);            // line 7
     __syncthreads();                      // V_j is there; and all are done with K_j
     K += (next_j - j) * Bc * p.K.stride_n;
     V += (next_j - j) * Bc * p.V.stride_n;
@@ -180,7 +182,7 @@ __global__ void __launch_bounds__(threads) forward_kernel(FwdParams p) {
     const float inv_l = l[r] == 0.f ? 0.f : 1.f / l[r];
     for (int c = 0; c < dims; c += 4) {                                  // lines 12, 14
       const int k = col_of(c);
-      if (k >= d) continue;
+      if (k >= d_v) continue;
       store4(O + row * p.O.stride_n + k, inv_l * O_reg[r][c], inv_l * O_reg[r][c + 1],
              inv_l * O_reg[r][c + 2], inv_l * O_reg[r][c + 3]);
     }

@@ -4,6 +4,7 @@
 // needs:   any GPU
 // after:   prefetch
 // default: any GPU
+// takes:   dropout, sink, d_v
 // tiles:   Br=128 Bc=64; d > 64: Br=128 Bc=32; rows < 65536: Br=64 Bc=64; d > 128: Br=64 Bc=32;
 //          32768 <= rows < 65536 and d == 64 and not causal: Br=128 Bc=32
 // limits:  Br in (32, 64, 128); Bc in (32, 64)
@@ -123,8 +124,8 @@ __global__ void __launch_bounds__(threads, blocks_per_sm) forward_kernel(FwdPara
 
   float O_reg[rows][dims] = {}, m[rows], l[rows];                        // line 5
   for (int r = 0; r < rows; r++) {
-    m[r] = -INFINITY;
-    l[r] = 0.f;
+    m[r] = SINK ? LOG2_E * p.sink[h] : -INFINITY;
+    l[r] = SINK && first_col == 0 ? 1.f : 0.f;
   }
 
   for (int t = 0; t < tiles.end; t++) {                                  // line 6
@@ -172,6 +173,7 @@ __global__ void __launch_bounds__(threads, blocks_per_sm) forward_kernel(FwdPara
       for (int c = 0; c < cols; c++) {
         S_reg[r][c] = fast_exp2(S_reg[r][c] - shift);                    // P
         l[r] += S_reg[r][c];
+        S_reg[r][c] *= mask.keep(i * Br + row_of(r), j * Bc + col_of(c));
       }
       for (int c = 0; c < dims; c++) O_reg[r][c] *= alpha;               // line 10: e^(m - m_new) O
     }
@@ -184,7 +186,7 @@ __global__ void __launch_bounds__(threads, blocks_per_sm) forward_kernel(FwdPara
                S_reg[r][c], S_reg[r + 1][c], S_reg[r + 2][c], S_reg[r + 3][c]);
     }
 
-    load_tile4<threads>(V_smem, width, V, p.V.stride_n, 0, Bc, p.N_k - j * Bc);            // line 7
+    load_tile4<threads, d_v>(V_smem, width, V, p.V.stride_n, 0, Bc, p.N_k - j * Bc);            // line 7
     __syncthreads();                      // V_j is there; and all are done with K_j
     K += (next_j - j) * Bc * p.K.stride_n;
     if (prefetch) stage_tile(K_staged, K, p.K.stride_n, p.N_k - next_j * Bc);
@@ -216,7 +218,7 @@ __global__ void __launch_bounds__(threads, blocks_per_sm) forward_kernel(FwdPara
     const float inv_l = l[r] == 0.f ? 0.f : 1.f / l[r];
     for (int c = 0; c < dims; c += 4) {                                  // lines 12, 14
       const int k = col_of(c);
-      if (k >= d) continue;
+      if (k >= d_v) continue;
       store4(O + row * p.O.stride_n + k, inv_l * O_reg[r][c], inv_l * O_reg[r][c + 1],
              inv_l * O_reg[r][c + 2], inv_l * O_reg[r][c + 3]);
     }

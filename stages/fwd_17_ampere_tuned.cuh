@@ -4,6 +4,7 @@
 // needs:   sm_80
 // after:   wide_warps
 // default: sm_80
+// takes:   dropout, sink, d_v
 // tiles:   Br=128 Bc=128; d > 64: Br=128 Bc=64;
 //          rows < 65536 and d <= 64 or rows < 32768 and causal: Br=64 Bc=64; d > 128: Br=64 Bc=80
 // limits:  Br % 16 == 0; Br <= 256; Bc % 16 == 0; Bc <= 128
@@ -26,7 +27,8 @@
 //   - O leaves through the warp's own rows of Q_smem, so that rows go to HBM in 16-byte stores. The division
 //     by l is the fast one.
 //
-// Changed from wide_warps: these.
+// Changed from wide_warps: these. And it takes a sink, dropout (common/drop.cuh: a lane's eight elements share
+// four random words) and a V of d_v < d columns, as the fp32 stages do from flash2 on.
 //
 // HBM traffic without caches (hbm, above): as in flash2, with 2 bytes an element; L stays a float.
 //
@@ -35,6 +37,7 @@
 #pragma once
 #include "common/address.cuh"
 #include "common/copy_tile.cuh"
+#include "common/drop.cuh"
 #include "common/launch.cuh"
 #include "common/mask.cuh"
 #include "common/mma.cuh"
@@ -78,7 +81,7 @@ __global__ void __launch_bounds__(threads, blocks_per_sm) forward_kernel(FwdPara
   float* l_smem = reinterpret_cast<float*>(V_smem + buffers * Bc * pitch) + threadIdx.x;   // next: + threads
   copy_tile<threads>(Q_smem, tile_index, p.Q.head(b, h), p.Q.stride_n, i * Br, Br, p.N_q); // line 4
   copy_tile<threads>(K_smem, tile_index, K, p.K.stride_n, tiles[0] * Bc, Bc, p.N_k);     // line 7
-  if (buffers == 2) copy_tile<threads>(V_smem, tile_index, V, p.V.stride_n, tiles[0] * Bc, Bc, p.N_k);
+  if (buffers == 2) copy_tile<threads, d_v>(V_smem, tile_index, V, p.V.stride_n, tiles[0] * Bc, Bc, p.N_k);
   cp_async_commit();
   cp_async_wait<0>();
   __syncthreads();
@@ -103,8 +106,8 @@ __global__ void __launch_bounds__(threads, blocks_per_sm) forward_kernel(FwdPara
   // m and l of this lane's rows, which are 8 apart; l: the sum over its columns only, until the end
   float O_reg[strips][width / 8][4] = {}, m[2 * strips];                 // line 5
   for (int r = 0; r < 2 * strips; r++) {
-    m[r] = -INFINITY;
-    l_smem[r * threads] = 0.f;
+    m[r] = SINK ? LOG2_E * p.sink[h] : -INFINITY;
+    l_smem[r * threads] = SINK && lane % 4 == 0 ? 1.f : 0.f;
   }
 
   int t = 0;
@@ -117,7 +120,7 @@ __global__ void __launch_bounds__(threads, blocks_per_sm) forward_kernel(FwdPara
       const int buffer = t % buffers * Bc * pitch, next_buffer = (t + 1) % buffers * Bc * pitch;
       const uint32_t K_j = K_address + 2 * buffer, V_j = V_address + 2 * buffer;
       if (buffers == 1) {                   // V_j is not
-        copy_tile<threads>(V_smem, tile_index, V, p.V.stride_n, j * Bc, Bc, p.N_k);
+        copy_tile<threads, d_v>(V_smem, tile_index, V, p.V.stride_n, j * Bc, Bc, p.N_k);
         cp_async_commit();
       }
 
@@ -143,7 +146,7 @@ __global__ void __launch_bounds__(threads, blocks_per_sm) forward_kernel(FwdPara
         const int next = tiles[t + 1] * Bc;
         copy_tile<threads>(K_smem + next_buffer, tile_index, K, p.K.stride_n, next, Bc, p.N_k);
         if (buffers == 2)
-          copy_tile<threads>(V_smem + next_buffer, tile_index, V, p.V.stride_n, next, Bc, p.N_k);
+          copy_tile<threads, d_v>(V_smem + next_buffer, tile_index, V, p.V.stride_n, next, Bc, p.N_k);
         cp_async_commit();
       }
 
@@ -159,6 +162,9 @@ __global__ void __launch_bounds__(threads, blocks_per_sm) forward_kernel(FwdPara
         const float alpha = softmax_step(S_reg[r / 2], r % 2, m[r], l, exponent_scale(p.scale), cut);
         for_row(O_reg[r / 2], r % 2, [&](float& x) { x *= alpha; });     // line 10: e^(m - m_new) O
       }
+
+      #pragma unroll
+      for (int s = 0; DROPOUT && s < strips; s++) drop(S_reg[s], mask, warp_row + 16 * s, j * Bc);
 
       #pragma unroll
       for (int k = 0; k < Bc / 16; k++) {                                // line 10: + P~_ij V_j
@@ -197,8 +203,8 @@ __global__ void __launch_bounds__(threads, blocks_per_sm) forward_kernel(FwdPara
     *reinterpret_cast<uint32_t*>(O_smem + tile_index(row, col)) = packed;
   });
   __syncwarp();
-  for (int t = lane; t < warp_rows * (d / 8); t += 32) {                 // line 14
-    const int row = t / (d / 8), col = t % (d / 8) * 8;
+  for (int t = lane; t < warp_rows * (d_v / 8); t += 32) {                 // line 14
+    const int row = t / (d_v / 8), col = t % (d_v / 8) * 8;
     if (warp_row + row < p.N_q)
       *reinterpret_cast<uint4*>(O + (warp_row + row) * p.O.stride_n + col) =
           *reinterpret_cast<const uint4*>(O_smem + tile_index(row, col));

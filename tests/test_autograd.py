@@ -29,7 +29,7 @@ def pairs_of(dtype) -> list:
 PAIRS = [pytest.param(*pair, id="-".join(map(str, pair)).replace("torch.", ""))
          for dtype in flash.DTYPES.values() for pair in pairs_of(dtype)]
 STAGES = {"stage": "flash2", "backward": "naive"}  # of all tests of one shape: so they build once
-ALL_PAIRS = None, None, [], [], []  # of an operator: no diagonal, no mask
+ALL_PAIRS = None, None, [], [], [], 0.0, None, None  # of an operator: no diagonal, mask, dropout or sink
 
 
 def leaves(device="cpu", needed="qkv", d=16, dtype=torch.float32):
@@ -384,7 +384,7 @@ def backward_ladder(monkeypatch, tmp_path):
     monkeypatch.setattr(registry, "STAGES", tmp_path)
 
     def backward(q, k, v, *args):
-        taken.append((args[-3].name, args[-1]))
+        taken.append((args[-4].name, args[-2]))
         return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
 
     monkeypatch.setattr(operators, "backward", backward)

@@ -176,7 +176,7 @@ def call(kernels: Kernels, run: Run, q, k, v):
                                backward=names[1], return_lse=True, deterministic=kernels.deterministic,
                                **kernels.tiles)
     tiles = [kernels.tiles.get(name) for name in ("Br", "Bc", "Br_bwd", "Bc_bwd")]
-    return torch.ops.flash.forward(q, k, v, run.diagonal, None, [], [], [], scale, *names,
+    return torch.ops.flash.forward(q, k, v, run.diagonal, None, [], [], [], 0.0, None, None, scale, *names,
                                    kernels.deterministic, *tiles, [], [])
 
 

@@ -17,6 +17,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import flash
 from flash_ladder import launch, plan
+from flash_ladder.extras import NO_EXTRAS
 
 M = flash.masks
 PAIR = {"stage": "flash2", "backward": "recompute"}     # of one d, so they build once
@@ -425,13 +426,14 @@ def test_opcheck(arguments):
     tensors = [x.detach().requires_grad_(x.requires_grad) for x in bound.tensors]
     visible = None, bound.text, tensors, list(bound.ints), list(bound.floats)
     rest = list(bound.kinds), list(bound.wanted)
-    given = (q, k, v, *visible, None, "flash2", "recompute", None, None, None, None, None, *rest)
+    given = (q, k, v, *visible, *NO_EXTRAS, None, "flash2", "recompute", None, None, None, None, None, *rest)
     torch.library.opcheck(torch.ops.flash.forward, given)
     o, L = (x.detach() for x in torch.ops.flash.forward(*given))
     visible = None, bound.text, [x.detach() for x in tensors], *visible[3:]
     q, k, v = (x.detach() for x in (q, k, v))
     torch.library.opcheck(torch.ops.flash.backward, (
-        q, k, v, o, L, torch.randn_like(o), None, *visible, None, "recompute", False, None, None, *rest))
+        q, k, v, o, L, torch.randn_like(o), None, *visible, *NO_EXTRAS, None, "recompute", False, None, None,
+        *rest))
 
 
 # ------------------------------------------------------------------------------------------ to look at

@@ -33,12 +33,12 @@ __device__ __forceinline__ void store_transposed(float* tile, int pitch, int row
 }
 
 // As load_transposed4 (common/vector.cuh), without a bank conflict, and times `scale`.
-template <int threads>
+template <int threads, int columns = HEAD_DIM>
 __device__ __forceinline__ void load_swizzled4(float* tile, int pitch, const float* matrix, int64_t stride_n,
                                                int first, int tile_rows, int N, float scale = 1.f) {
-  for (int n = 0; n * threads < tile_rows * HEAD_DIM / 4; n++) {
+  for (int n = 0; n * threads < tile_rows * columns / 4; n++) {
     const int2 pos = nth_float4<2, threads>(n, tile_rows);
-    if (HEAD_DIM % 32 != 0 && 4 * pos.y >= HEAD_DIM) continue;
+    if (columns % 32 != 0 && 4 * pos.y >= columns) continue;
     float4 x = make_float4(0.f, 0.f, 0.f, 0.f);
     if (first + pos.x < N) x = load4(matrix + (first + pos.x) * stride_n + 4 * pos.y);
     x = make_float4(scale * x.x, scale * x.y, scale * x.z, scale * x.w);

@@ -2,6 +2,7 @@
 // of stages/masks, or your own (rule.cuh says what such a file defines).
 #ifndef STAGES_COMMON_MASK     // not #pragma once: a copy of this file may stand in a stage, as in exercises
 #define STAGES_COMMON_MASK
+#include "dropout.cuh"
 #include "rule.cuh"
 #include "tile_lists.cuh"
 #include MASK_FILE
@@ -40,12 +41,13 @@ struct Mask {
   static constexpr bool is_range = Rule::is_range, scores = Rule::scores;
   int N_q, N_k;
   Rule rule;
+  Dropout dropout;
   const int* lists;          // of this batch element and head
   float* gradient;           // likewise
 
   template <class Params>
   __device__ Mask(const Params& p, int b, int h)
-      : N_q(p.N_q), N_k(p.N_k), rule(Arguments{p.mask, p.N_q, p.N_k}, b, h) {
+      : N_q(p.N_q), N_k(p.N_k), rule(Arguments{p.mask, p.N_q, p.N_k}, b, h), dropout(p, b, h) {
     const int head = (p.mask.B > 1 ? b : 0) * p.mask.H + (p.mask.H > 1 ? h : 0);
     lists = p.mask.lists + head * numbers_of_lists(N_q, N_k);
     gradient = p.mask.gradient + (p.mask.gradient ? ((int64_t)b * p.H + h) * N_q * N_k : 0);
@@ -84,6 +86,9 @@ struct Mask {
     if (Rule::has_gradient && gradient && row < N_q && col < N_k)
       gradient[(int64_t)row * N_k + col] = dS;
   }
+
+  // Dropout of P and dP: what to multiply an element by. 1 if a call asks for none.
+  __device__ float keep(int row, int col) const { return dropout.keep(row, col); }
 
   // The tiles of K and V that tile i of Q sees something of: whole ones come first
   __device__ auto key_tiles(int i) const {

@@ -25,7 +25,7 @@ __global__ void __launch_bounds__(256) prepare_kernel(BwdParams p, Workspace to,
   const int64_t padded_row = (int64_t)bh * N + row, all_rows = (int64_t)p.B * p.H * N;
 
   float sum = 0.f;
-  if (row < p.N_q && col < HEAD_DIM) {
+  if (row < p.N_q && col < d_v) {
     __align__(16) ELEMENT O[8], dO[8];
     *reinterpret_cast<uint4*>(O) =
         *reinterpret_cast<const uint4*>(p.O.head(b, h) + row * p.O.stride_n + col);
@@ -43,6 +43,7 @@ __global__ void __launch_bounds__(256) prepare_kernel(BwdParams p, Workspace to,
   const bool inside = row < p.N_q;
   const float L_row = inside ? p.L[(int64_t)bh * p.N_q + row] : INFINITY;
   if (p.dL && inside) sum -= p.dL[(int64_t)bh * p.N_q + row];   // P_ij is also the derivative of L_i by S_ij
+  if (SINK && inside) p.dsink[(int64_t)bh * p.N_q + row] = -expf(p.sink[h] - L_row) * sum;  // dS, with dP = 0
   to.L[padded_row] = LOG2_E * L_row;
   to.D[padded_row] = L_row == -INFINITY ? 0.f : sum;   // no key seen: P is 0, but dL may be infinite
 }

@@ -9,8 +9,9 @@ __global__ void __launch_bounds__(256) reduce_heads_kernel(BwdParams p, const fl
   const int b = bh / p.H_kv, h_kv = bh % p.H_kv, group = p.H / p.H_kv;
   const int row = blockIdx.x % blocks * block_rows + threadIdx.x / row_threads;
   const int col = threadIdx.x % row_threads * 8;
-  if (row >= p.N_k || col >= HEAD_DIM) return;
-  auto add_up = [&](const float* parts, const Tensor& out, float scale) {
+  if (row >= p.N_k) return;
+  auto add_up = [&](const float* parts, const Tensor& out, float scale, int columns) {
+    if (col >= columns) return;
     float sum[8] = {};
     for (int h = 0; h < group; h++) {
       const float* from = parts + (((int64_t)bh * group + h) * p.N_k + row) * HEAD_DIM + col;
@@ -24,6 +25,6 @@ __global__ void __launch_bounds__(256) reduce_heads_kernel(BwdParams p, const fl
     }
     store8(out.head(b, h_kv), row * out.stride_n + col, sum, scale);
   };
-  add_up(dKV_parts, p.dK, p.scale);
-  add_up(dKV_parts + (int64_t)p.B * p.H * p.N_k * HEAD_DIM, p.dV, 1.f);
+  add_up(dKV_parts, p.dK, p.scale, HEAD_DIM);
+  add_up(dKV_parts + (int64_t)p.B * p.H * p.N_k * HEAD_DIM, p.dV, 1.f, d_v);
 }

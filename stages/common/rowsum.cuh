@@ -17,12 +17,13 @@ __global__ void __launch_bounds__(32 * D_warps) D_kernel(BwdParams p, float* D, 
 
   float sum = 0.f;
   for (int k = lane; k < HEAD_DIM; k += 32) {
-    sum += float(dO[k]) * float(O[k]);                                   // line 4
+    if (k < d_v) sum += float(dO[k]) * float(O[k]);                      // line 4
     if (clear_dQ) dQ[k] = 0.f;                                           // line 3
   }
   sum = warp_sum(sum);
   if (lane > 0) return;
   if (p.dL) sum -= p.dL[index];           // the derivative of L_i by S_ij is P_ij, too
+  if (SINK) p.dsink[index] = -expf(p.sink[h] - p.L[index]) * sum;        // as dS = P (dP - D), with dP = 0
   D[index] = p.L[index] == -INFINITY ? 0.f : sum;   // no key seen: P is 0, but dL may be infinite
 }
 

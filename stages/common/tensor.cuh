@@ -1,8 +1,19 @@
-// A tensor of shape (B, heads, N, d) as a kernel sees it. Introduced by: forward stage 1, naive.
+// A tensor of shape (B, heads, N, d or d_v) as a kernel sees it. Introduced by: forward stage 1, naive.
 #pragma once
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 #include <stdint.h>
+
+// What few calls ask for: the JIT defines it for them. (So plain nvcc needs no flags for it.)
+#ifndef HEAD_DIM_V
+#define HEAD_DIM_V HEAD_DIM
+#endif
+#ifndef DROPOUT
+#define DROPOUT 0
+#endif
+#ifndef SINK
+#define SINK 0
+#endif
 
 struct Tensor {
   ELEMENT* data;

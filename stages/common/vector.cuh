@@ -4,6 +4,7 @@
 // One instruction for 16 bytes, at a multiple of 16
 __device__ __forceinline__ float4 load4(const float* from) { return *reinterpret_cast<const float4*>(from); }
 
+
 __device__ __forceinline__ void store4(float* to, float x, float y, float z, float w) {
   *reinterpret_cast<float4*>(to) = make_float4(x, y, z, w);
 }
@@ -35,14 +36,14 @@ __device__ __forceinline__ int2 nth_float4(int n, int tile_rows) {
 }
 
 // As load_tile (common/tile.cuh), 16 bytes at a time. Rows of the tile are `pitch` floats long, a multiple of
-// 32: columns from d on become zeros, too.
-template <int threads>
+// 32: the columns that the matrix does not have become zeros, too.
+template <int threads, int columns = HEAD_DIM>
 __device__ __forceinline__ void load_tile4(float* tile, int pitch, const float* matrix, int64_t stride_n,
                                            int first, int tile_rows, int N) {
   #pragma unroll
   for (int n = 0; n < tile_rows * pitch / 4 / threads; n++) {
     const int2 pos = nth_float4<8, threads>(n, tile_rows);
-    const bool inside = first + pos.x < N && (pitch == HEAD_DIM || 4 * pos.y < HEAD_DIM);
+    const bool inside = first + pos.x < N && (pitch == columns || 4 * pos.y < columns);
     float4 x = make_float4(0.f, 0.f, 0.f, 0.f);
     if (inside) x = load4(matrix + (first + pos.x) * stride_n + 4 * pos.y);
     store4(tile + pos.x * pitch + 4 * pos.y, x.x, x.y, x.z, x.w);
@@ -50,13 +51,13 @@ __device__ __forceinline__ void load_tile4(float* tile, int pitch, const float* 
 }
 
 // As load_transposed (common/transposed.cuh), 16 bytes of HBM at a time.
-template <int threads>
+template <int threads, int columns = HEAD_DIM>
 __device__ __forceinline__ void load_transposed4(float* tile, int pitch, const float* matrix,
                                                  int64_t stride_n, int first, int tile_rows, int N) {
   #pragma unroll 4
-  for (int n = 0; n < tile_rows * ((HEAD_DIM + 31) / 32) * 8 / threads; n++) {
+  for (int n = 0; n < tile_rows * ((columns + 31) / 32) * 8 / threads; n++) {
     const int2 pos = nth_float4<8, threads>(n, tile_rows);
-    if (HEAD_DIM % 32 != 0 && 4 * pos.y >= HEAD_DIM) continue;
+    if (columns % 32 != 0 && 4 * pos.y >= columns) continue;
     float4 x = make_float4(0.f, 0.f, 0.f, 0.f);
     if (first + pos.x < N) x = load4(matrix + (first + pos.x) * stride_n + 4 * pos.y);
     tile[4 * pos.y * pitch + pos.x] = x.x;

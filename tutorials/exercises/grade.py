@@ -135,7 +135,7 @@ def call(exercise: Exercise, stage: flash.Stage, case: Case) -> dict[str, torch.
                                  **tiles)
         return {"O": o, "L": lse}
     o, lse = reference(q.double(), k.double(), v.double(), case.diagonal, case.scale)
-    no_mask = None, [], [], []  # but the causal one
+    no_mask = None, [], [], [], 0.0, None, None  # but the causal one; no dropout, no sink
     *found, _ = torch.ops.flash.backward(q, k, v, o.to(dtype), lse.float(), do, dlse, case.diagonal, *no_mask,
                                          case.scale, str(stage.path), exercise.deterministic, tiles["Br"],
                                          tiles["Bc"], [], [])

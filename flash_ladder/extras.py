@@ -1,0 +1,75 @@
+"""What few calls ask for beside a mask: dropout of P, and a sink."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from .registry import stages
+from .stage import Stage
+from .values import shown
+
+
+class Extras(NamedTuple):
+    """As a plan takes them.
+
+    Attributes:
+        dropout_p: the probability with which an element of P becomes 0.
+        seed: (1,) int64, on q's device: what its random numbers are made of; None if dropout_p is 0.
+        sink: (H,) float32, contiguous: a logit in the denominator of each row; None: there is none.
+    """
+
+    dropout_p: float = 0.0
+    seed: torch.Tensor | None = None
+    sink: torch.Tensor | None = None
+
+
+NO_EXTRAS = Extras()
+
+
+def as_probability(dropout_p) -> float:
+    try:
+        p = float(dropout_p)
+    except (TypeError, ValueError, OverflowError, RuntimeError):
+        p = -1.0
+    if isinstance(dropout_p, bool) or not 0.0 <= p <= 1.0:
+        raise ValueError(f"dropout_p must be a probability from 0 to 1, not {shown(dropout_p)}")
+    return p
+
+
+def check_sink(sink, q: torch.Tensor) -> None:
+    """Raise ValueError for what is no sink of q (B, H, N_q, d)."""
+    if sink is None:
+        return
+    if not isinstance(sink, torch.Tensor):
+        raise ValueError(f"sink must be a tensor (H,), not {type(sink).__name__}")
+    if sink.is_nested or sink.shape != q.shape[1:2] or not sink.dtype.is_floating_point:
+        of_shape = "" if sink.is_nested else f" of shape {tuple(sink.shape)}"
+        raise ValueError(f"sink must be floats of shape ({q.shape[1]},), a logit a head of q, not "
+                         f"{sink.dtype}{of_shape}")
+    if sink.layout != torch.strided or sink.device != q.device:
+        raise ValueError(f"sink is on {sink.device}, with layout {sink.layout}; it must be dense, and on "
+                         f"{q.device}")
+
+
+def as_float(sink: torch.Tensor | None) -> torch.Tensor | None:
+    """As kernels take it; autograd takes its gradient back to the type that it had."""
+    return None if sink is None else sink.to(torch.float32).contiguous().resolve_neg()
+
+
+def draw_seed(dropout_p: float, device: torch.device) -> torch.Tensor | None:
+    """A new one, by torch's generator of the device: so torch.manual_seed() fixes it, a CUDA graph draws
+    another in each replay, and checkpointing the same."""
+    if not dropout_p:
+        return None
+    return torch.randint(-(1 << 63), (1 << 63) - 1, (1,), dtype=torch.int64, device=device)
+
+
+def check_takes(stage: Stage, extras: Extras) -> None:
+    """Raise ValueError for a stage that does not know what the call asks for."""
+    for what, asked in (("dropout", extras.dropout_p > 0), ("sink", extras.sink is not None)):
+        if asked and what not in stage.takes:
+            those = [s.name for s in stages(stage.direction)
+                     if what in s.takes and set(s.dtypes) & set(stage.dtypes)]
+            raise ValueError(f"{stage} takes no {what}; of its type these do: {', '.join(those) or 'none'}")

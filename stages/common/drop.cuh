@@ -1,0 +1,30 @@
+// Dropout of accumulators of tensor cores. Introduced by: forward stage 17, ampere_tuned.
+#pragma once
+#include "mask.cuh"
+
+// P = keep * P, in a tile of S whose element (0, 0) is of query `row` and key `col`, multiples of 16. A lane
+// has two rows of it, 8 apart, and of every 8 columns two neighbours: of 32 columns two groups. The two words
+// of 16 columns are x and z, or y and w.
+template <int n_tiles>
+__device__ __forceinline__ void drop(float (&P)[n_tiles][4], const Mask& mask, int row, int col) {
+  row += threadIdx.x % 32 / 4;                     // this lane's
+  col += threadIdx.x % 4 * 2;
+  constexpr int together = n_tiles % 4 == 0 ? 4 : 2;     // tiles of 8 columns that share words
+  #pragma unroll
+  for (int first = 0; first < n_tiles; first += together) {
+    #pragma unroll
+    for (int c = 0; c < 2; c++) {
+      const uint4 w = mask.dropout.words(row, col + 8 * first + c);
+      #pragma unroll
+      for (int n = 0; n < together; n += 2) {
+        const bool right = together == 4 ? n / 2 : (col / 16 + first / 2) % 2;
+        #pragma unroll
+        for (int r = 0; r < 2; r++) {
+          const float2 keep = mask.dropout.keep2(r ? right ? w.w : w.z : right ? w.y : w.x);
+          P[first + n][2 * r + c] *= keep.x;
+          P[first + n + 1][2 * r + c] *= keep.y;
+        }
+      }
+    }
+  }
+}

@@ -1,0 +1,31 @@
+// Dropout of transposed accumulators of tensor cores, as the backward pass has them. Introduced by: backward
+// stage 15, ampere_tuned.
+#pragma once
+#include "mask.cuh"
+
+// X^T = keep^T * X^T, in a tile of S^T whose element (0, 0) is of query `row` and key `col`, multiples of 16
+// (with two strips, of 32): rows are keys, columns queries. A lane has 2 * strips keys, 8 apart: of a group
+// all four, or two.
+template <int strips, int n_tiles>
+__device__ __forceinline__ void drop_transposed(float (&XT)[strips][n_tiles][4], const Mask& mask, int row,
+                                                int col) {
+  row += threadIdx.x % 4 * 2;
+  col += threadIdx.x % 32 / 4;
+  #pragma unroll
+  for (int n = 0; n < n_tiles; n += 2) {
+    #pragma unroll
+    for (int c = 0; c < 2; c++) {
+      const uint4 w = mask.dropout.words(row + 8 * n + c, col);
+      #pragma unroll
+      for (int s = 0; s < strips; s++) {
+        const bool right = strips == 2 ? s : col / 16 % 2;
+        #pragma unroll
+        for (int lower = 0; lower < 2; lower++) {
+          const float2 keep = mask.dropout.keep2(lower ? right ? w.w : w.z : right ? w.y : w.x);
+          XT[s][n + lower][c] *= keep.x;
+          XT[s][n + lower][2 + c] *= keep.y;
+        }
+      }
+    }
+  }
+}
