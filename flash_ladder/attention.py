@@ -94,16 +94,15 @@ _calls: dict[tuple, Call] = {}
 
 
 def attend(q, k, v, flag: str, causal: bool, mask: Mask | None, scale: float | None, stage, backward,
-            deterministic: bool | None, tiles: dict[str, int], heads: str = "any"):
-    """(o, L). flag: the name of the argument `causal`, which says how that is aligned. heads: "any"
-    multiple of k's, or "equal" ones."""
+           deterministic: bool | None, tiles: dict[str, int]):
+    """(o, L). flag: the name of the argument `causal`, which says how that is aligned."""
     if torch.compiler.is_compiling():
-        return _traced(q, k, v, flag, causal, mask, scale, stage, backward, deterministic, tiles, heads)
+        return _traced(q, k, v, flag, causal, mask, scale, stage, backward, deterministic, tiles)
     if isinstance(stage, Path):
         stage = stage.absolute()
     if isinstance(backward, Path):
         backward = backward.absolute()
-    key = _key(q, k, v, flag, causal, mask, scale, stage, backward, deterministic, tiles, heads)
+    key = _key(q, k, v, flag, causal, mask, scale, stage, backward, deterministic, tiles)
     call = _calls.get(key) if key else None
     try:
         if call and call.is_current():
@@ -113,14 +112,13 @@ def attend(q, k, v, flag: str, causal: bool, mask: Mask | None, scale: float | N
             at_q, at_k, at_v = q.data_ptr(), k.data_ptr(), v.data_ptr()
             if at_q and at_k and at_v and not (at_q | at_k | at_v) % 16:
                 return call.run(q, k, v, *of_mask)
-        return _check_and_run(key, q, k, v, flag, causal, mask, scale, stage, backward, deterministic, tiles,
-                              heads)
+        return _check_and_run(key, q, k, v, flag, causal, mask, scale, stage, backward, deterministic, tiles)
     except torch.AcceleratorError as error:
         explain_loss(error)
         raise
 
 
-def _key(q, k, v, flag, causal, mask, scale, stage, backward, deterministic, tiles, heads) -> tuple | None:
+def _key(q, k, v, flag, causal, mask, scale, stage, backward, deterministic, tiles) -> tuple | None:
     """All that the check and the choice of stages depend on, but addresses; None where they must be anew."""
     if not (type(causal) is bool and (scale is None or type(scale) is float)
             and (deterministic is None or type(deterministic) is bool) and current_report() is None):
@@ -140,7 +138,7 @@ def _key(q, k, v, flag, causal, mask, scale, stage, backward, deterministic, til
                                 or mask and any(x.is_inference() for x in tensors)):
             return None
         device = q.device
-        key: tuple = (flag, causal, scale, stage, backward, deterministic, heads, debug(),
+        key: tuple = (flag, causal, scale, stage, backward, deterministic, debug(),
                q.shape, q.stride(), q.dtype, device, k.shape, k.stride(), k.dtype, k.device,
                v.shape, v.stride(), v.dtype, v.device,
                needs_gradients,
@@ -179,7 +177,7 @@ class Checked:
     operator: bool
 
 
-def checked(q, k, v, flag, causal, mask, scale, stage, backward, deterministic, tiles, heads) -> Checked:
+def checked(q, k, v, flag, causal, mask, scale, stage, backward, deterministic, tiles) -> Checked:
     """Check the arguments, those of the backward pass, too; choose the stages. Errors: as of attention()."""
     names = NAMES[flag]
     check_dimensions(q, k, v, names)
@@ -196,7 +194,6 @@ def checked(q, k, v, flag, causal, mask, scale, stage, backward, deterministic, 
     check_memory({name: x for name, x in zip(names, (q, k, v), strict=True) if is_plain(x)})
     q, k, v = autocast(q, k, v, stage, backward)
     check_tensors(q, k, v, names, traced=operator)
-    _check_heads(q, k, heads)
     visible = _visible(q, k, flag, causal, mask)
     if deterministic is not None:
         deterministic = as_bool("deterministic", deterministic)
@@ -257,11 +254,10 @@ def _check_and_run(key: tuple | None, *arguments):
     return call.run(q, k, v, *mask_tensors(found.visible))
 
 
-def _traced(q, k, v, flag, causal, mask, scale, stage, backward, deterministic, tiles, heads):
+def _traced(q, k, v, flag, causal, mask, scale, stage, backward, deterministic, tiles):
     """The same under torch.compile and torch.export: the operator checks what cannot be traced."""
     q, k, v = autocast(q, k, v, stage, backward)
     check_dimensions(q, k, v, NAMES[flag])
-    _check_heads(q, k, heads)
     forward_tiles, backward_tiles = _split(tiles)
     if deterministic is not None:
         deterministic = as_bool("deterministic", deterministic)
@@ -270,11 +266,6 @@ def _traced(q, k, v, flag, causal, mask, scale, stage, backward, deterministic, 
         q, k, v, *as_arguments(visible), scale, as_text(stage), as_text(backward), deterministic,
         forward_tiles.get("Br"), forward_tiles.get("Bc"), backward_tiles.get("Br"), backward_tiles.get("Bc"),
         *wanted_of(visible))
-
-
-def _check_heads(q, k, heads: str) -> None:
-    if heads == "equal" and q.shape[1] != k.shape[1]:
-        raise ValueError(f"query has {q.shape[1]} heads and key {k.shape[1]}: pass enable_gqa=True")
 
 
 def _visible(q, k, flag: str, causal: bool, mask: Mask | None) -> Visible:

@@ -129,7 +129,7 @@ def explain(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool =
     """
     if mask is not None:
         mask, causal = together(mask, causal), False
-    call = checked(q, k, v, "causal", causal, mask, scale, stage, backward, deterministic, tiles, "any")
+    call = checked(q, k, v, "causal", causal, mask, scale, stage, backward, deterministic, tiles)
     q, k, v = call.tensors
     if architecture is None:
         architecture = WITHOUT_GPU
