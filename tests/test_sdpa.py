@@ -156,6 +156,10 @@ def test_a_float32_bias_of_16_bit_tensors(dtype):
     torch.testing.assert_close(found[0], theirs[0], rtol=3e-2, atol=3e-2)
 
 
+Q, K, V = (normal(*shape, seed=n) for n, shape in enumerate(qkv()))
+RIGHT = {"query": Q, "key": K, "value": V}
+
+
 # ------------------------------------------------------------------------------------------ memory
 def in_order(order, x):
     """The same values, with these dimensions in memory, the outermost first."""
@@ -276,9 +280,18 @@ def test_queries_that_see_nothing(mask):
         assert not x.any()
 
 
+def test_a_row_of_the_least_number():
+    """Not as in PyTorch, which gives the mean of the values."""
+    bias = torch.zeros(N_q, N_k)
+    bias[3] = torch.finfo(torch.float32).min
+    o, theirs = flash.scaled_dot_product_attention(Q, K, V, bias, **PAIR), pytorch(Q, K, V, attn_mask=bias)
+    assert not o[:, :, 3].any()
+    torch.testing.assert_close(theirs[:, :, 3], V.mean(2))
+    theirs[:, :, 3] = 0
+    torch.testing.assert_close(o, theirs, rtol=1e-4, atol=1e-5)
+
+
 # ------------------------------------------------------------------------------------------ refusals
-Q, K, V = (normal(*shape, seed=n) for n, shape in enumerate(qkv()))
-RIGHT = {"query": Q, "key": K, "value": V}
 TRIL = torch.ones(N_q, N_k, dtype=torch.bool).tril()
 ILLEGAL = {     # arguments that take the place of right ones, and what our message says
     "no tensor": ({"query": [1.0]}, "query must be a torch.Tensor, not list"),
@@ -404,6 +417,15 @@ def test_compile_what_is_copied(case):
     compiled = torch.compile(function, fullgraph=True, backend="aot_eager")(*tensors)
     expected = function(*tensors)
     assert torch.equal(compiled, expected) and compiled.stride() == expected.stride()
+
+
+def test_an_address_is_not_known_to_the_compiler():
+    def function(q, k, v):
+        return flash.scaled_dot_product_attention(q[..., 1:33], k[..., :32], v[..., :32])
+
+    assert function(Q, K, V).shape == (B, H, N_q, 32)
+    with pytest.raises(ValueError, match="q's rows must start at multiples of 16 bytes"):
+        torch.compile(function, fullgraph=True, backend="aot_eager")(Q, K, V)
 
 
 @pytest.mark.parametrize("change", [lambda x: x, lambda x: x[0, :, :, :37], lambda x: x[:, :, :0]],
