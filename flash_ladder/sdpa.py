@@ -79,8 +79,11 @@ def scaled_dot_product_attention(query: torch.Tensor, key: torch.Tensor, value: 
         mask = None
         if attn_mask is not None:
             mask = _mask(attn_mask, query, [*query.shape[:3], key.shape[2]], query.shape[:1])
-        return attend(query, key, value, "is_causal", is_causal, mask, scale, stage, backward, deterministic,
-                      {})[0]
+        try:
+            return attend(query, key, value, "is_causal", is_causal, mask, scale, stage, backward,
+                          deterministic, {})[0]
+        except ValueError:  # of types or devices, it may be, which nobody looked at: the error is another one
+            pass
     return _of_any_shape(query, key, value, attn_mask, is_causal, scale, enable_gqa, stage, backward,
                          deterministic)
 
@@ -88,8 +91,7 @@ def scaled_dot_product_attention(query: torch.Tensor, key: torch.Tensor, value: 
 def _of_any_shape(query, key, value, attn_mask, is_causal: bool, scale: float | None, enable_gqa: bool, stage,
                   backward, deterministic) -> torch.Tensor:
     """The same for all that PyTorch takes: as tensors (B, H, N, d), with a multiple of 8 columns."""
-    for name, x in zip(NAMES, (query, key, value)):
-        _check(name, x, query)
+    _check(query, key, value)
     if not torch.compiler.is_compiling():  # before autocast, or a copy, reads it
         check_memory({name: x for name, x in zip(NAMES, (query, key, value)) if is_plain(x)})
     query, key, value = autocast(query, key, value, stage, backward)
@@ -117,16 +119,14 @@ def _of_any_shape(query, key, value, attn_mask, is_causal: bool, scale: float | 
 
 
 def _fits(q, k, v, enable_gqa: bool) -> bool:
-    """Whether attend() takes them as they are. False also where that takes a longer look."""
+    """Whether attend() takes them as they are, if it takes their types. False also where that needs a longer
+    look."""
     try:
         B, H, N_q, d = q.shape
         of_k = B_k, H_kv, N_k, d_k = k.shape
-        dtype, device = q.dtype, q.get_device()
         if (B_k != B or d_k != d or v.shape != of_k or d % 8 or d > MAX_HEAD_DIM
                 or H != H_kv and (not enable_gqa or not H_kv or H % H_kv)
-                or not (B and H and N_q and N_k and d)
-                or dtype not in TYPES or k.dtype is not dtype or v.dtype is not dtype
-                or k.get_device() != device or v.get_device() != device):
+                or not (B and H and N_q and N_k and d)):
             return False
         q0, q1, q2, q3 = q.stride()
         k0, k1, k2, k3 = k.stride()
@@ -149,18 +149,19 @@ def _number(name: str, value) -> float:
     return float(value)
 
 
-def _check(name: str, x, query) -> None:
+def _check(query, key, value) -> None:
     """Raise for what is no tensor of matrices, on query's device."""
-    if not isinstance(x, torch.Tensor):
-        raise TypeError(f"{name} must be a torch.Tensor, not {type(x).__name__}")
-    check_kind(name, x)
-    if x.layout != torch.strided:
-        raise RuntimeError(f"{name} has layout {x.layout}: make it dense with .to_dense()")
-    if x.device != query.device:
-        raise RuntimeError(f"{name} is on {x.device}, query on {query.device}: move them to one device")
-    if x.dim() < 2:
-        raise RuntimeError(f"{name} must have at least 2 dimensions, (..., N, d), not {x.dim()}: shape "
-                           f"{tuple(x.shape)}")
+    for name, x in zip(NAMES, (query, key, value)):
+        if not isinstance(x, torch.Tensor):
+            raise TypeError(f"{name} must be a torch.Tensor, not {type(x).__name__}")
+        check_kind(name, x)
+        if x.layout != torch.strided:
+            raise RuntimeError(f"{name} has layout {x.layout}: make it dense with .to_dense()")
+        if x.device != query.device:
+            raise RuntimeError(f"{name} is on {x.device}, query on {query.device}: move them to one device")
+        if x.dim() < 2:
+            raise RuntimeError(f"{name} must have at least 2 dimensions, (..., N, d), not {x.dim()}: shape "
+                               f"{tuple(x.shape)}")
 
 
 def _check_fit(query, key, value) -> None:
@@ -254,7 +255,7 @@ def _laid_out(x: torch.Tensor, columns: int) -> torch.Tensor:
     order = _in_memory(x)
     copy = x.permute(*order, -1)
     if more:
-        copy = torch.nn.functional.pad(copy, (0, more)).contiguous()
+        copy = torch.nn.functional.pad(copy, (0, more))
     else:
         copy = copy.clone(memory_format=torch.contiguous_format)
     return copy.permute(*[order.index(axis) for axis in range(x.dim() - 1)], -1)
@@ -284,4 +285,4 @@ def _of_batch(x: torch.Tensor, batch: list[int], heads: int) -> torch.Tensor:
 
 def _nothing(query, shape: list[int], tensors: list[torch.Tensor]) -> torch.Tensor:
     """The result where there is no query, or no key: zeros, of which all gradients are zeros, too."""
-    return query.new_zeros(shape) + sum(x[..., :0].sum().to(query.dtype) for x in tensors)
+    return query.new_zeros(shape) + sum(x[..., :0].sum() for x in tensors)

@@ -221,6 +221,20 @@ def test_a_plain_call_goes_straight_down(monkeypatch):
         assert flash.scaled_dot_product_attention(q, k, v, mask, enable_gqa=True, **PAIR).shape == q.shape
 
 
+def test_what_is_not_copied(monkeypatch):
+    """A key's only head stays one, and a mask for the whole batch; what broadcasts has stride 0."""
+    passed, attend = [], sdpa.attend
+    monkeypatch.setattr(sdpa, "attend", lambda *arguments: passed.append(arguments) or attend(*arguments))
+    q, k, v = normal(3, H, N_q, d), normal(1, N_k, d), normal(1, 1, N_k, d)
+    flash.scaled_dot_product_attention(q, k, v, **PAIR)
+    assert all(mine.data_ptr() == x.data_ptr() for x, mine in zip((q, k, v), passed[0]))
+    assert [x.shape[1] for x in passed[0][:3]] == [H, 1, 1] and passed[0][1].stride(0) == 0
+    mask = seen(1, 1, H, N_q, N_k)
+    flash.scaled_dot_product_attention(normal(2, 3, H, N_q, d), k, v, mask, **PAIR)
+    (argument,) = passed[1][5].arguments
+    assert argument.tensor.shape == (1, H, N_q, N_k) and argument.tensor.data_ptr() == mask.data_ptr()
+
+
 # ------------------------------------------------------------------------------------------ nothing there
 EMPTY = {
     "no keys": (qkv(N_k=0), None, {}),
@@ -442,6 +456,12 @@ def test_autocast(change):
     for x, y in zip(found, theirs):
         assert (x.shape, x.dtype) == (y.shape, y.dtype)
         torch.testing.assert_close(x.float(), y.float(), rtol=3e-2, atol=3e-2)
+
+
+def test_autocast_and_a_stage_that_is_not_there():
+    """The error is of the stage, not of types that differ."""
+    with torch.autocast("cpu", torch.bfloat16), pytest.raises(ValueError, match="there is no stage 'falsh2'"):
+        flash.scaled_dot_product_attention(Q, K.half(), V, stage="falsh2")
 
 
 def test_autocast_mends_no_float64():
