@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 
 from flash_ladder import __version__, masks
 from flash_ladder.ahead import compile
-from flash_ladder.attention import attention, scaled_dot_product_attention
+from flash_ladder.attention import attention
 from flash_ladder.checks import MAX_HEAD_DIM
 from flash_ladder.devices import default_device, describe_device, shared_memory_per_block
 from flash_ladder.inspection import can_inspect, inspect
@@ -30,6 +30,7 @@ from flash_ladder.launch import definitions
 from flash_ladder.loader import BUILD, build, build_simulator
 from flash_ladder.nvcc import find_nvcc, nvcc_version
 from flash_ladder.registry import find_stage, lineage, parent, read_stage, stages
+from flash_ladder.sdpa import scaled_dot_product_attention
 from flash_ladder.sources import ROOT, STAGES
 from flash_ladder.stage import DTYPES, FIELDS, Available, Stage
 

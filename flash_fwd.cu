@@ -6,8 +6,8 @@
 //        -DBLOCK_R=64 -DBLOCK_C=64 -arch=sm_80 -cubin -Xptxas -v flash_fwd.cu
 //
 // (ELEMENT is __half or __nv_bfloat16 for the stages in 16 bits. NEGATIVE_SCALE is 1 for a scale below 0.
-// MASK_FILE says which scores count: one of stages/masks, or your own. See stages/common/rule.cuh. Where a call
-// asks for it, there are also DROPOUT=1, SINK=1 and HEAD_DIM_V, the columns of V and O, if fewer.)
+// MASK_FILE says which scores count: one of stages/masks, or your own. See stages/common/rule.cuh. Where a
+// call asks for it, there are also DROPOUT=1, SINK=1, and HEAD_DIM_V, the columns of V and O, if fewer.)
 // flash.py passes them, builds on first use and calls flash_fwd(). Nothing here needs PyTorch's headers: a
 // build takes a second.
 //

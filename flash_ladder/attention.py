@@ -1,4 +1,4 @@
-"""flash.attention() and flash.scaled_dot_product_attention(): check, plan, launch.
+"""flash.attention(): check, plan, launch.
 
 What the check and the choice of stages come to is kept as a Call, by a key of everything that they looked at.
 The next call with the same key looks at addresses only, and launches.
@@ -17,7 +17,7 @@ from .extras import Extras, as_float, as_probability, check_sink, draw_seed
 from .inspection import current_report
 from .launch import explain_loss, stage_files
 from .loader import debug
-from .masks import Mask, as_mask, of_tensor
+from .masks import Mask, as_mask
 from .masks import causal as of_causal
 from .operators import Call, as_arguments, as_text, has_dispatch, is_plain, of_text, wanted_of
 from .plan import (
@@ -87,39 +87,9 @@ def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool
         return_lse = as_bool("return_lse", return_lse)
     if mask is not None:
         mask, causal = together(mask, causal), False
-    o, lse = _attend(q, k, v, "causal", causal, mask, scale, stage, backward, deterministic, tiles,
-                     dropout_p=dropout_p, sink=sink)
+    o, lse = attend(q, k, v, "causal", causal, mask, scale, stage, backward, deterministic, tiles,
+                    dropout_p, sink)
     return (o, lse) if return_lse else o
-
-
-def scaled_dot_product_attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attn_mask=None,
-                                 dropout_p: float = 0.0, is_causal: bool = False, *,
-                                 scale: float | None = None, enable_gqa: bool = False,
-                                 stage: str | Path | Stage | None = None,
-                                 backward: str | Path | Stage | None = None,
-                                 deterministic: bool | None = None) -> torch.Tensor:
-    """torch.nn.functional's function of this name, with its is_causal: query i sees key j <= i (top-left).
-
-    Shapes, types, stages, gradients and errors as for `attention`.
-
-    Args:
-        attn_mask: broadcast to (B, H, N_q, N_k): of bools, True where the query sees the key; or of query's
-            type, added to the scaled scores (flash.masks.additive), and differentiable.
-    Raises:
-        ValueError: also for dropout_p, which no stage supports.
-        RuntimeError: also for attn_mask together with is_causal, as in PyTorch.
-    """
-    if dropout_p != 0.0:
-        raise ValueError("dropout_p: the stages know no dropout; pass 0.0")
-    mask = None
-    if attn_mask is not None:
-        if is_causal:
-            raise RuntimeError("attn_mask and is_causal=True: pass one of them")
-        if not isinstance(attn_mask, torch.Tensor):
-            raise ValueError(f"attn_mask must be a tensor, not {type(attn_mask).__name__}")
-        mask = of_tensor("attn_mask", attn_mask)
-    return _attend(query, key, value, "is_causal", is_causal, mask, scale, stage, backward, deterministic, {},
-                   "any" if enable_gqa else "equal")[0]
 
 
 def together(mask, causal: bool) -> Mask:
@@ -133,20 +103,18 @@ TILES = ("Br", "Bc", "Br_bwd", "Bc_bwd")
 _calls: dict[tuple, Call] = {}
 
 
-def _attend(q, k, v, flag: str, causal: bool, mask: Mask | None, scale: float | None, stage, backward,
-            deterministic: bool | None, tiles: dict[str, int], heads: str = "any", dropout_p: float = 0.0,
-            sink: torch.Tensor | None = None):
-    """(o, L). flag: the name of the argument `causal`, which says how that is aligned. heads: "any"
-    multiple of k's, or "equal" ones."""
+def attend(q, k, v, flag: str, causal: bool, mask: Mask | None, scale: float | None, stage, backward,
+           deterministic: bool | None, tiles: dict[str, int], dropout_p: float = 0.0,
+           sink: torch.Tensor | None = None):
+    """(o, L). flag: the name of the argument `causal`, which says how that is aligned."""
     if torch.compiler.is_compiling():
-        return _traced(q, k, v, flag, causal, mask, scale, stage, backward, deterministic, tiles, heads,
-                       dropout_p, sink)
+        return _traced(q, k, v, flag, causal, mask, scale, stage, backward, deterministic, tiles, dropout_p,
+                       sink)
     if isinstance(stage, Path):
         stage = stage.absolute()
     if isinstance(backward, Path):
         backward = backward.absolute()
-    key = _key(q, k, v, flag, causal, mask, scale, stage, backward, deterministic, tiles, heads, dropout_p,
-               sink)
+    key = _key(q, k, v, flag, causal, mask, scale, stage, backward, deterministic, tiles, dropout_p, sink)
     call = _calls.get(key) if key else None
     try:
         if call and call.is_current():
@@ -157,13 +125,13 @@ def _attend(q, k, v, flag: str, causal: bool, mask: Mask | None, scale: float | 
             if at_q and at_k and at_v and not (at_q | at_k | at_v) % 16:
                 return call.run(q, k, v, as_float(sink), draw_seed(dropout_p, q.device), *of_mask)
         return _check_and_run(key, q, k, v, flag, causal, mask, scale, stage, backward, deterministic, tiles,
-                              heads, dropout_p, sink)
+                              dropout_p, sink)
     except torch.AcceleratorError as error:
         explain_loss(error)
         raise
 
 
-def _key(q, k, v, flag, causal, mask, scale, stage, backward, deterministic, tiles, heads, dropout_p,
+def _key(q, k, v, flag, causal, mask, scale, stage, backward, deterministic, tiles, dropout_p,
          sink) -> tuple | None:
     """All that the check and the choice of stages depend on, but addresses; None where they must be anew."""
     if not (type(causal) is bool and (scale is None or type(scale) is float) and type(dropout_p) is float
@@ -188,7 +156,7 @@ def _key(q, k, v, flag, causal, mask, scale, stage, backward, deterministic, til
                                 or mask and any(x.is_inference() for x in tensors)):
             return None
         device = q.device
-        key: tuple = (flag, causal, scale, stage, backward, deterministic, heads, debug(),
+        key: tuple = (flag, causal, scale, stage, backward, deterministic, debug(),
                q.shape, q.stride(), q.dtype, device, k.shape, k.stride(), k.dtype, k.device,
                v.shape, v.stride(), v.dtype, v.device,
                needs_gradients,
@@ -232,8 +200,8 @@ class Checked:
     extras: Extras
 
 
-def checked(q, k, v, flag, causal, mask, scale, stage, backward, deterministic, tiles, heads,
-            dropout_p=0.0, sink=None) -> Checked:
+def checked(q, k, v, flag, causal, mask, scale, stage, backward, deterministic, tiles, dropout_p=0.0,
+            sink=None) -> Checked:
     """Check the arguments, those of the backward pass, too; choose the stages. Errors: as of attention()."""
     names = NAMES[flag]
     check_dimensions(q, k, v, names)
@@ -248,9 +216,8 @@ def checked(q, k, v, flag, causal, mask, scale, stage, backward, deterministic, 
     operator = has_dispatch(q, k, v)
     # before autocast reads it
     check_memory({name: x for name, x in zip(names, (q, k, v), strict=True) if is_plain(x)})
-    q, k, v = _autocast(q, k, v, stage, backward)
+    q, k, v = autocast(q, k, v, stage, backward)
     check_tensors(q, k, v, names, traced=operator)
-    _check_heads(q, k, heads)
     visible = _visible(q, k, flag, causal, mask)
     if deterministic is not None:
         deterministic = as_bool("deterministic", deterministic)
@@ -326,12 +293,11 @@ def _check_and_run(key: tuple | None, *arguments):
     return _narrowed(o, v, found.columns), lse
 
 
-def _traced(q, k, v, flag, causal, mask, scale, stage, backward, deterministic, tiles, heads, dropout_p,
+def _traced(q, k, v, flag, causal, mask, scale, stage, backward, deterministic, tiles, dropout_p,
             sink):
     """The same under torch.compile and torch.export: the operator checks what cannot be traced."""
-    q, k, v = _autocast(q, k, v, stage, backward)
+    q, k, v = autocast(q, k, v, stage, backward)
     check_dimensions(q, k, v, NAMES[flag])
-    _check_heads(q, k, heads)
     forward_tiles, backward_tiles = _split(tiles)
     if deterministic is not None:
         deterministic = as_bool("deterministic", deterministic)
@@ -355,11 +321,6 @@ def _narrowed(o: torch.Tensor, v: torch.Tensor, columns: int) -> torch.Tensor:
     return o if columns == v.shape[3] else o[..., :columns]
 
 
-def _check_heads(q, k, heads: str) -> None:
-    if heads == "equal" and q.shape[1] != k.shape[1]:
-        raise ValueError(f"query has {q.shape[1]} heads and key {k.shape[1]}: pass enable_gqa=True")
-
-
 def _visible(q, k, flag: str, causal: bool, mask: Mask | None) -> Visible:
     """Which pairs of a query and a key count."""
     if mask is not None:
@@ -379,7 +340,7 @@ def _split(tiles: dict[str, int]) -> tuple[dict[str, int], dict[str, int]]:
             {name[:-4]: size for name, size in tiles.items() if name.endswith("_bwd")})
 
 
-def _autocast(q, k, v, stage, backward):
+def autocast(q, k, v, stage, backward):
     """q, k and v, under torch.autocast in the type that it asks for."""
     tensors = q, k, v
     if not all(isinstance(x, torch.Tensor) and x.device.type in ("cpu", "cuda") for x in tensors):

@@ -21,15 +21,20 @@ def check_dimensions(q, k, v, names: tuple[str, str, str] = ("q", "k", "v")) -> 
     for name, x in zip(names, (q, k, v), strict=True):
         if not isinstance(x, torch.Tensor):
             raise ValueError(f"{name} must be a torch.Tensor, not {type(x).__name__}")
-        if isinstance(x, (UninitializedParameter, UninitializedBuffer)):
-            raise ValueError(f"{name} is an uninitialized parameter, which has no shape yet: call its module "
-                             "once")
-        if x.is_nested:
-            raise ValueError(f"{name} is a nested tensor, which no stage takes: pad its sequences to one "
-                             "length (torch.nested.to_padded_tensor), or call once for each")
+        check_kind(name, x)
         if x.dim() != 4:
             raise ValueError(f"{name} must have 4 dimensions, (B, H, N, d), not {x.dim()}: "
                              f"shape {tuple(x.shape)}")
+
+
+def check_kind(name: str, x: torch.Tensor) -> None:
+    """Raise ValueError for a tensor without a shape."""
+    if isinstance(x, (UninitializedParameter, UninitializedBuffer)):
+        raise ValueError(f"{name} is an uninitialized parameter, which has no shape yet: call its module "
+                         "once")
+    if x.is_nested:
+        raise ValueError(f"{name} is a nested tensor, which no stage takes: pad its sequences to one "
+                         "length (torch.nested.to_padded_tensor), or call once for each")
 
 
 def check_tensors(q, k, v, names: tuple[str, str, str] = ("q", "k", "v"), traced: bool = False) -> None:
@@ -97,7 +102,7 @@ def check_memory(tensors: dict[str, torch.Tensor]) -> None:
 def rows_fit(x: torch.Tensor) -> bool:
     """Whether all rows start at multiples of 16 bytes, if the first one does."""
     return not any(stride * x.element_size() % 16
-                   for size, stride in zip(x.shape[:3], x.stride()) if size > 1)
+                   for size, stride in zip(x.shape[:-1], x.stride()) if size > 1)
 
 
 def check_tangent(name: str, x: torch.Tensor) -> None:

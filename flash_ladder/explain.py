@@ -131,8 +131,8 @@ def explain(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool =
     """
     if mask is not None:
         mask, causal = together(mask, causal), False
-    call = checked(q, k, v, "causal", causal, mask, scale, stage, backward, deterministic, tiles, "any",
-                   dropout_p, sink)
+    call = checked(q, k, v, "causal", causal, mask, scale, stage, backward, deterministic, tiles, dropout_p,
+                   sink)
     q, k, v = call.tensors
     if architecture is None:
         architecture = WITHOUT_GPU

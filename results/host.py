@@ -53,7 +53,7 @@ def steps(device: str, dtype: torch.dtype) -> list[dict]:
     both()
     for library in launch._libraries.values():
         library.run = lambda *_: None
-    arguments = "causal", False, None, None, None, None, {}, "any"
+    arguments = "causal", False, None, None, None, None, None, {}
     key = attention._key(q, k, v, *arguments)
     call = attention._calls[key]
     o, lse = plan.forward_outputs(q)

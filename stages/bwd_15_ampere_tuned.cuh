@@ -31,8 +31,8 @@
 //
 // HBM traffic without caches (hbm, above): as in ordered_dq.
 //
-// Changed from ordered_dq: the list above. And it takes dropout (common/drop_transposed.cuh), a sink and a V of
-// d_v < d columns, as recompute does. With dropout the warps for dV drop of P, those for dK of dP.
+// Changed from ordered_dq: the list above. And it takes dropout (common/drop_transposed.cuh), a sink and a V
+// of d_v < d columns, as recompute does. With dropout the warps for dV drop of P, those for dK of dP.
 //
 // Bound by the latency of its own instructions, as registers leave room for 8 warps, and still by barriers:
 // tensor cores busy 39 % of the time, shared memory 48 %, issue slots 36 % (H200, bf16, B4 H12 N1024 d64

@@ -40,9 +40,9 @@
 // block. It says which tiles of K and V there are, tiles[0] to tiles[tiles.end - 1]; and of an element,
 // whether it counts (sees), and what becomes of it (score). Its rule is a file of stages/masks, a few lines.
 //
-// Three things that few calls ask for: V of d_v < d columns; a sink, a logit a head in the denominator of each
-// row, which is where m and l start; and dropout, which multiplies P by keep, 0 or 1 / (1 - p), once l has it
-// (common/dropout.cuh).
+// Three things that few calls ask for: V of d_v < d columns; a sink, a logit a head in the denominator of
+// each row, which is where m and l start; and dropout, which multiplies P by keep, 0 or 1 / (1 - p), once l
+// has it (common/dropout.cuh).
 //
 // Bound by shared memory: it is busy 62 % of the time, and the multipliers are busy 28 % (H200, B4 H12 N1024
 // d64 causal). In Q K^T a warp reads `rows` numbers of Q and 32 * cols of K for rows * 32 * cols

@@ -27,8 +27,8 @@
 //   - O leaves through the warp's own rows of Q_smem, so that rows go to HBM in 16-byte stores. The division
 //     by l is the fast one.
 //
-// Changed from wide_warps: these. And it takes a sink, dropout (common/drop.cuh: a lane's eight elements share
-// four random words) and a V of d_v < d columns, as the fp32 stages do from flash2 on.
+// Changed from wide_warps: these. And it takes a sink, dropout (common/drop.cuh: eight elements of a lane
+// share four random words) and a V of d_v < d columns, as the fp32 stages do from flash2 on.
 //
 // HBM traffic without caches (hbm, above): as in flash2, with 2 bytes an element; L stays a float.
 //

@@ -406,6 +406,20 @@ def test_refused(options, message):
     assert message in str(error.value)
 
 
+def test_pytorchs_function_takes_them():
+    """Dropout and any d_v: what is dropped is the same as in attention()."""
+    q, k = torch.randn(2, 1, 2, 20, 24).unbind(0)
+    for d_v in (8, 20, 30):
+        v = torch.randn(1, 2, 20, d_v)
+        torch.manual_seed(2)
+        o = flash.scaled_dot_product_attention(q, k, v, dropout_p=0.4)
+        torch.manual_seed(2)
+        more = torch.nn.functional.pad(v, (0, 32 - d_v))
+        wide = (torch.nn.functional.pad(x, (0, 8)) for x in (q, k))
+        expected = flash.attention(*wide, more, dropout_p=0.4, scale=24**-0.5)
+        torch.testing.assert_close(o, expected[..., :d_v])
+
+
 def test_refused_in_16_bits():
     """By a name of that type that would do."""
     q, k, v = torch.randn(3, 1, 2, 20, 16).half().unbind(0)

@@ -1,4 +1,4 @@
-"""Calls that nobody chose: random legal ones of attention() against float64.
+"""Calls that nobody chose: random legal ones of attention(), and of PyTorch's function, against float64.
 
 In `make test` they are the same every time, and take kernels that test_forward.py and test_backward.py build,
 too. FLASH_FUZZ_SECONDS=900 draws new ones for so long, of any tiles and head dimension; -s shows how many.
@@ -24,6 +24,7 @@ import torch
 from conftest import DEVICES, poisoned, random_gradients, random_qkv, reference, reference_gradients
 from hypothesis import HealthCheck, Phase, event, given, note, seed, settings
 from hypothesis import strategies as st
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import flash
 from flash_ladder import attention, launch, plan
@@ -343,7 +344,7 @@ def legal(draw) -> tuple[Kernels, list[Run]]:
 
 
 @pytest.mark.slow
-@fuzz(24, 0.9)
+@fuzz(24, 0.8)
 @given(legal())
 def test_legal_calls(drawn):
     kernels, calls = drawn
@@ -378,6 +379,85 @@ FOUND_LEGAL = {
 def test_legal_calls_that_were_found(case, device):
     kernels, run = FOUND_LEGAL[case]
     check_call(replace(kernels, device=device), run)
+
+
+# ------------------------------------------------------------------------------------------ PyTorch's own
+@dataclass(frozen=True, repr=False)
+class Sdpa(Drawn):
+    """A call of scaled_dot_product_attention. shapes: of query, key, value; mask: attn_mask's shape, or None;
+    orders: of query's, key's and value's dimensions in memory; sliced: more columns than each has there."""
+
+    shapes: tuple
+    orders: tuple
+    sliced: tuple
+    mask: tuple | None = None
+    boolean: bool = False
+    causal: bool = False
+    scale: float | None = None
+    grouped: bool = False
+    seed: int = 0
+
+
+@st.composite
+def sdpa_calls(draw) -> Sdpa:
+    """With 33 to 40 columns in q or v, so that all take kernels of d = 40, which test_masks.py builds."""
+    def some(shape) -> tuple:
+        """Of a shape, what broadcasts to it."""
+        ones = tuple(1 if draw(st.sampled_from([False, False, True])) else size for size in shape)
+        return ones[draw(st.sampled_from([0, 0, *range(len(ones) + 1)])):]
+
+    grouped = draw(st.booleans())
+    batch = tuple(draw(st.lists(st.integers(1, 3), max_size=2)))
+    H, N_q, N_k = draw(st.sampled_from([1, 2, 4, 6])), draw(st.integers(1, 40)), draw(st.integers(1, 40))
+    wide, other = draw(st.integers(33, 40)), draw(st.integers(1, 40))
+    d, d_v = (wide, other) if draw(st.booleans()) else (other, wide)
+    if grouped:
+        heads = [H, *draw(st.permutations([n for n in (1, 2, 3, 6) if H % n == 0] * 2))[:2]]
+        leading = [(*some(batch), n) for n in heads]
+    else:
+        leading = [some((*batch, H)) for _ in range(3)]
+    shapes = tuple((*first, *last) for first, last in zip(leading, [(N_q, d), (N_k, d), (N_k, d_v)]))
+    before = torch.broadcast_shapes(*(x[:-1] if grouped else x for x in leading[:2])) + (H,) * grouped
+    kind = draw(st.sampled_from(["", "causal", "bools", "bias"]))
+    return Sdpa(shapes, tuple(tuple(draw(st.permutations(range(len(x))))) for x in shapes),
+                tuple(draw(st.sampled_from([0, 0, 1, 8])) for _ in shapes),
+                some((*before, N_q, N_k)) if kind in ("bools", "bias") else None, kind == "bools",
+                kind == "causal", draw(st.sampled_from([None, None, 0.0, 0.3])), grouped,
+                draw(st.integers(0, 999)))
+
+
+def check_sdpa(drawn: Sdpa) -> None:
+    """o, and all gradients, of float32: as PyTorch's in float64."""
+    generator = torch.Generator().manual_seed(drawn.seed)
+    tensors = []
+    for shape, order, more in zip(drawn.shapes, drawn.orders, drawn.sliced):
+        memory = torch.randn([(*shape[:-1], shape[-1] + more)[n] for n in order], generator=generator)
+        tensors.append(memory.permute([order.index(n) for n in range(len(shape))])[..., :shape[-1]])
+    if drawn.mask is not None:
+        tensors.append(torch.randn(drawn.mask, generator=generator))
+    found = []
+    for function, dtype, stages in (
+            (flash.scaled_dot_product_attention, torch.float32, {"stage": "flash2", "backward": "recompute"}),
+            (torch.nn.functional.scaled_dot_product_attention, torch.float64, {})):
+        leaves = [x.detach().to(dtype).requires_grad_() for x in tensors]
+        mask = leaves[3] if drawn.mask is not None else None
+        with sdpa_kernel(SDPBackend.MATH):
+            o = function(*leaves[:3], mask > -0.5 if drawn.boolean else mask, is_causal=drawn.causal,
+                         scale=drawn.scale, enable_gqa=drawn.grouped, **stages)
+        do = torch.randn(o.shape, generator=torch.Generator().manual_seed(drawn.seed + 1)).to(dtype)
+        wanted = leaves[:3] if drawn.boolean else leaves
+        found.append((o, *torch.autograd.grad(o, wanted, do, materialize_grads=True)))
+    for ours, theirs in zip(*found, strict=True):
+        assert ours.shape == theirs.shape and ours.dtype == torch.float32
+        torch.testing.assert_close(ours.double(), theirs, rtol=1e-4, atol=1e-4)
+
+
+@fuzz(60, 0.1, Phase.shrink)
+@given(sdpa_calls())
+def test_legal_calls_of_pytorchs_function(drawn):
+    counted["calls of PyTorch's function"] += 1
+    note(f"{drawn}")
+    check_sdpa(drawn)
 
 
 # ------------------------------------------------------------------------------------------ illegal calls
