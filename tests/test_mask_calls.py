@@ -484,7 +484,7 @@ def test_the_pages_examples_run(tmp_path, monkeypatch):
     assert torch.equal(seen[0, 0], (at >= key) & ((at - 10 < key) | (key < 4)))
 
 
-def test_explain():
+def test_explain(monkeypatch):
     q, k, v = qkv()
     found = flash.explain(q, k, v, mask=M.window(20, 7), **PAIR)
     assert "<mask window>" in str(found)
@@ -496,6 +496,9 @@ def test_explain():
         assert one.flops == flops * B * H * d * int(tiles.seen.sum())
     found = flash.explain(q, k, v, mask=M.window(20, 7), causal=True, **PAIR)
     assert "<mask (causal & window)>" in str(found)
+    monkeypatch.setattr("flash_ladder.explain.MOST_SCORES", N_q * N_k - 1)
+    one = flash.explain(q, k, v, mask=M.window(20, 7), **PAIR).forward
+    assert one.of_mask is None and one.flops == 4 * B * H * N_q * N_k * d
 
 
 def test_the_cases_of_the_grid_are_in_reach():
