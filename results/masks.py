@@ -170,14 +170,17 @@ def run(each: dict[str, list[argparse.Namespace]], data: dict, file: Path, secon
         for args in of_case:
             what = f"{name}, {args.direction}"
             if time.perf_counter() - begun > seconds:
-                data.setdefault("left_out", []).append(what)
-                say(f"{what}: no time left")
+                data.setdefault("left_out", []).append(f"{what}: no time left")
+                say(data["left_out"][-1])
                 continue
             data["rows"] += measured(name, args, bar)
             data["date"][name] = time.strftime("%Y-%m-%d")
             if name == "vla" and args.direction == "bwd":
-                data["same_bits"] = same_bits(args)
-                data["seconds_to_compile"] = seconds_to_compile(args)
+                for fact in (same_bits, seconds_to_compile):
+                    try:
+                        data[fact.__name__] = fact(args)
+                    except Exception as error:      # as in measured()
+                        data.setdefault("left_out", []).append(f"{fact.__name__}: {measuring.failure(error)}")
             rows = sorted(data.pop("rows"), key=lambda row: list(CASES).index(row["case"]))
             data["rows"] = rows     # the last key, for a line each
             ratios.write(data, file)
@@ -255,7 +258,7 @@ def others(data: dict) -> Iterator[str]:
 def failures(data: dict) -> Iterator[str]:
     found = [f"{row['label']}, {row['mask']} d={row['d']}, {report.PASSES[row['pass']]}: {row['message']}"
              for row in data["rows"] if row.get("message")]
-    found += [f"{what}: not measured" for what in data.get("left_out", [])]
+    found += data.get("left_out", [])
     if found:
         yield "Failed: " + "; ".join(found) + "."
 

@@ -909,7 +909,7 @@ def test_results_of_masks(tmp_path, monkeypatch):
     mask_results.run({"window64": each["window64"]}, left, file, -1, said.append)
     data = json.loads(file.read_text())
     assert [row["status"] for row in data["rows"]] == ["ok"] * 3 + ["failed"]
-    assert "Failed: all, window:20 d=16, forward: no such thing; window64, fwd: not measured." in (
+    assert "Failed: all, window:20 d=16, forward: no such thing; window64, fwd: no time left." in (
         mask_results.table(left))
     with pytest.raises(SystemExit, match="has rows of vla, measured on CPU"):
         mask_results.read(file, ["window64"], origin | {"device": "another"})
