@@ -5,6 +5,7 @@
     python bench.py --stages flash2,mine.cuh           # a file of your own beside it, in every mode
     python bench.py --rungs                            # what each rung gives: TFLOP/s as a staircase
     python bench.py --pass bwd                         # the gradients; fwd+bwd: both passes; all: all three
+    python bench.py --mask window:1024                 # a mask, beside flex_attention and SDPA; also a&b
     python bench.py --markdown build/bench/bench_fwd.json --seqlens 1024      # a result as a Markdown table
     python bench.py --inspect flash2                   # every access to memory of one stage, in the simulator
     python bench.py --inspect naive --line fwd_01_naive.cuh:50           # and a picture of one line's
@@ -15,6 +16,11 @@ of plain PyTorch, plus 1e-6; in dQ, dK and dV three times, plus 1e-6 of the grad
 of 1. (Plain: what goes into a product and comes out of it is of the type. The math backend, in the table,
 computes 16-bit types in fp32.) Without a GPU a stage also runs once under flash.inspect(), which counts its
 HBM traffic and finds data races and other mistakes.
+
+--mask: those of flash.masks by name, with numbers: causal, window:LEFT[:RIGHT], prefix:LENGTH, padding,
+document:COUNT, block_causal[:COUNT], boolean, bias, relative_bias, alibi, softcap:CAP; & joins several. Then
+TFLOP/s count the scores that the mask leaves. Peers are PyTorch's flex_attention, compiled, SDPA with a dense
+mask, in the backend that PyTorch chooses, and plain code.
 
 bwd: the gradients alone are timed, for a random dO. O and L are made before, by the best forward stage.
 fwd+bwd: a backward stage runs after the forward stage of its name, such as naive after naive. One without a

@@ -5,6 +5,7 @@ masks.py makes it.
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
 import json
 import os
@@ -15,6 +16,7 @@ from pathlib import Path
 import torch
 
 from .cache import build_folder
+from .launch import MaskTensor
 from .sources import STAGES
 
 
@@ -52,6 +54,17 @@ class Bound:
 def strides_of(x: torch.Tensor) -> list[int]:
     """As struct MaskTensor has them: 0 where it is broadcast."""
     return [0 if size == 1 else stride for size, stride in zip(x.shape, x.stride())]
+
+
+def fill_mask(params, visible: Bound, start: int) -> list[int]:
+    """Write a mask's arguments, but addresses, to a MaskParams; where those come, in bytes."""
+    params.B, params.H = visible.extents
+    params.ints[:len(visible.ints)] = visible.ints
+    params.floats[:len(visible.floats)] = visible.floats
+    for n, x in enumerate(visible.tensors):
+        params.tensors[n] = MaskTensor(None, *strides_of(x))
+    at = [start + n * ctypes.sizeof(MaskTensor) for n in range(len(visible.tensors))]
+    return [*at, start + type(params).gradient.offset]
 
 
 def gradients_of(bound: Bound, dS: torch.Tensor) -> list[torch.Tensor | None]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import math
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from .attention import Checked, checked, together
+from .bound import Bound
 from .compiled import Kernel, kernels_of
 from .launch import definitions
 from .masks import Mask
@@ -19,9 +21,11 @@ from .plan import empty_output, flops_of_pair, mask_file, plan_for, visible_pair
 from .registry import why_this
 from .sources import ROOT, source_files
 from .stage import Stage
+from .tiles import Tiles, tiles_of
 
 TITLES = {"fwd": "forward", "bwd": "backward"}
 WITHOUT_GPU = "sm_90a"  # what registers are counted for
+MOST_SCORES = 1 << 28   # of a mask that is asked for each: a byte a score, and in the simulator some seconds
 
 
 @dataclass(frozen=True)
@@ -33,6 +37,8 @@ class Choice:
         shared_bytes: dynamic shared memory a block of its largest kernel, as the header says.
         workspace_bytes: scratch memory of the call.
         flops: of the products, over the pairs of a query and a key that it sees.
+        of_mask: how many tiles a mask skips, cuts and leaves whole, and which scores count; None: there is no
+            mask but `causal`, or the call is too large to ask for each score. Then flops has all pairs.
         hbm_bytes: read and written without a mask, if nothing is cached; None: the header does not say.
         kernels: as compiled for `architecture`; empty: see `problem`.
         files: that are compiled.
@@ -45,6 +51,7 @@ class Choice:
     shared_bytes: int
     workspace_bytes: int
     flops: int
+    of_mask: Tiles | None
     hbm_bytes: int | None
     architecture: str
     kernels: tuple[Kernel, ...]
@@ -101,6 +108,8 @@ def _rows(one: Choice) -> list[str]:
     hbm = "not in the header" if one.hbm_bytes is None else f"{one.hbm_bytes:,} bytes without mask and cache"
     tiles = ", ".join(f"{name}={size}" for name, size in one.tiles.items())
     files = [file.relative_to(ROOT) if file.is_relative_to(ROOT) else file for file in one.files]
+    if one.of_mask:
+        tiles += f"\n{one.of_mask}"
     return [
         one.stage.name, one.why, tiles, one.why_tiles,
         f"{one.shared_bytes:,} bytes a block", f"{one.workspace_bytes:,} bytes",
@@ -171,6 +180,11 @@ def _choice(call: Checked, direction: str, asked, stage: Stage, tiles: dict[str,
         kernels = kernels_of(stage, macros, architecture)
     except RuntimeError as error:
         problem = str(error)
+    flops = flops_of_pair(direction, d, v.shape[3]) * B * H * visible_pairs(N_q, N_k, call.visible)
+    of_mask = None
+    if isinstance(call.visible, Bound) and math.prod(call.visible.extents) * N_q * N_k <= MOST_SCORES:
+        of_mask = tiles_of(call.visible, N_q, N_k, tiles["Br"], tiles["Bc"], q.device, q.dtype)
+        flops = int(flops * of_mask.share)
     suffix = "_bwd" * (direction == "bwd")
     named = [name for name in tiles if f"{name}{suffix}" in asked_tiles]
     if named:
@@ -182,6 +196,6 @@ def _choice(call: Checked, direction: str, asked, stage: Stage, tiles: dict[str,
     return Choice(
         stage, why_this(stage, asked, q.dtype, q.device, wanted, d), tiles, why_tiles,
         stage.shared_bytes(d, tiles), plan.workspace_bytes,
-        flops_of_pair(direction, d, v.shape[3]) * B * H * visible_pairs(N_q, N_k, call.visible),
+        flops, of_mask,
         stage.hbm_bytes(B, H, N_q, N_k, d, H_kv=H_kv, **tiles), architecture, tuple(kernels), problem,
         tuple(source_files(ROOT / f"flash_{direction}.cu", stage.path, *[mask] if mask else [])))

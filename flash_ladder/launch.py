@@ -105,15 +105,16 @@ class Library:
 
     run(params, stream) launches it, and returns null or what went wrong; workspace_bytes(params) says how
     much scratch memory it wants. Both take the address of a `struct`. subject: what errors are about.
+    checked: for an inspection.
     """
 
     def __init__(self, entry: str, struct: Any, macros: dict[str, str | Path], device: torch.device,
-                 name: str, subject: Stage | str):
+                 name: str, subject: Stage | str, checked: bool):
         source = ROOT / f"{entry}.cu"
         self.subject = subject
         included = [value for value in macros.values() if isinstance(value, Path)]
         self.files = Files([*source_files(source, *included), STAGES])  # before they are read
-        library = ctypes.CDLL(str(build(source, device, macros, name, current_report() is not None)))
+        library = ctypes.CDLL(str(build(source, device, macros, name, checked)))
         run, workspace_bytes = library[entry], library[f"{entry}_workspace_bytes"]
         run.restype, run.argtypes = ctypes.c_char_p, [ctypes.c_void_p, ctypes.c_void_p]
         params_bytes = library[f"{entry}_params_bytes"]
@@ -179,7 +180,7 @@ def load(stage: Stage, macros: dict[str, str | Path], device: torch.device) -> L
     if library is None or not library.files.are_unchanged():
         direction = stage.direction
         library = _libraries[key] = Library(f"flash_{direction}", PARAMS[direction], macros, device,
-                                            f"{direction}_{stage.name}", stage)
+                                            f"{direction}_{stage.name}", stage, report is not None)
     return library
 
 

@@ -107,7 +107,7 @@ class Mask:
         device = next((each.tensor.device for each in self.arguments if not each.number), torch.device("cpu"))
         B, H = (max([1, *(each.tensor.shape[n] for each in self.arguments)]) for n in (0, 1))
         q, k = (torch.empty(B, H, N, 0, device=device) for N in (N_q, N_q if N_k is None else N_k))
-        return tiles_of(self.bind(q, k), B, H, q.shape[2], k.shape[2], Br, Bc, device)
+        return tiles_of(self.bind(q, k), q.shape[2], k.shape[2], Br, Bc, device)
 
     def show(self, N_q: int, N_k: int | None = None, Br: int = 64, Bc: int = 64, *, b: int = 0,
              h: int = 0) -> Figure:

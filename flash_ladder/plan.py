@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from .bound import Bound, gradients_of
+from .bound import Bound, fill_mask, gradients_of
 from .bound import strides_of as mask_strides_of
 from .checks import aligned, as_scale
 from .devices import shared_memory_per_block
@@ -24,6 +24,7 @@ from .launch import PARAMS, Library, MaskTensor, Tensor, definitions, explain_lo
 from .loader import debug
 from .registry import find_stage, stages
 from .stage import MANY, TENSORS, Stage
+from .tiles import tiles_of
 
 OUTPUTS = {"fwd": ("O", "L"), "bwd": ("dQ", "dK", "dV", "dsink")}
 VECTORS = ("L", "dL", "sink", "seed", "dsink")  # contiguous: an address without strides
@@ -77,7 +78,8 @@ class Plan:
         dropout_p: 0: none.
     """
 
-    __slots__ = ("stage", "library", "device", "visible", "_at", "_template", "_words", "_workspace_floats")
+    __slots__ = ("stage", "library", "device", "visible", "_at", "_template", "_words", "_workspace_floats",
+                 "_tiles")
 
     def __init__(self, stage: Stage, tiles: dict[str, int], deterministic: bool, visible: Visible,
                  scale: float, tensors: dict[str, torch.Tensor | None], dropout_p: float = 0.0):
@@ -91,7 +93,7 @@ class Plan:
         for name, x in tensors.items():
             if x is not None and name not in VECTORS:
                 setattr(params, name, Tensor(None, *strides_of(x)))
-        self.stage, self.device = stage, q.device
+        self.stage, self.device, self._tiles = stage, q.device, tiles
         self.visible = visible.with_tensors(()) if isinstance(visible, Bound) else visible
         at = [getattr(struct, name).offset for name in TENSORS[stage.direction]]
         if isinstance(visible, Bound):
@@ -168,9 +170,15 @@ class Plan:
             error = self.library.run(ctypes.byref(params), None)
         if error is not None:
             raise self.library.failure(error)
-        q, k, v = named["Q"], named["K"], named["V"]
-        report.flops += (flops_of_pair(direction, q.shape[3], v.shape[3]) * q.shape[0] * q.shape[1]
-                         * visible_pairs(q.shape[2], k.shape[2], self.visible))
+        q, k = named["Q"], named["K"]
+        (B, H, N_q, d), N_k = q.shape, k.shape[2]
+        flops = flops_of_pair(direction, d, named["V"].shape[3]) * B * H
+        if isinstance(self.visible, Bound):
+            bound = self.visible.with_tensors([x.clone() for x in own.values()])
+            report.add_masked(str(self.stage), flops * N_q * N_k, functools.partial(
+                tiles_of, bound, N_q, N_k, self._tiles["Br"], self._tiles["Bc"], device, q.dtype))
+        else:
+            report.flops_without_mask += flops * visible_pairs(N_q, N_k, self.visible)
 
     def _mask_names(self) -> list[str]:
         if not isinstance(self.visible, Bound):
@@ -180,17 +188,6 @@ class Plan:
 
 
 GRADIENT = "dMask"
-
-
-def fill_mask(params, visible: Bound, start: int) -> list[int]:
-    """Write a mask's arguments, but addresses, to a MaskParams; where those come, in bytes."""
-    params.B, params.H = visible.extents
-    params.ints[:len(visible.ints)] = visible.ints
-    params.floats[:len(visible.floats)] = visible.floats
-    for n, x in enumerate(visible.tensors):
-        params.tensors[n] = MaskTensor(None, *mask_strides_of(x))
-    at = [start + n * ctypes.sizeof(MaskTensor) for n in range(len(visible.tensors))]
-    return [*at, start + type(params).gradient.offset]
 
 
 def strides_of(x: torch.Tensor) -> list[int]:
@@ -332,7 +329,8 @@ def flops_of_pair(direction: str, d: int, d_v: int) -> int:
 
 
 def visible_pairs(N_q: int, N_k: int, visible: Visible) -> int:
-    """How many pairs of a query and a key that it sees. Of a mask: all, as it depends on its tensors."""
+    """How many pairs of a query and a key that it sees. Of a mask: all, as it depends on its tensors, which
+    tiles.py asks."""
     if not isinstance(visible, int):
         return N_q * N_k
     return sum(min(max(row + visible + 1, 0), N_k) for row in range(N_q))

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import ctypes
 from dataclasses import dataclass
+from fractions import Fraction
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 
-from .bound import Bound
+from .bound import Bound, fill_mask
 from .launch import ELEMENTS, Library, MaskParams
-from .plan import fill_mask
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -32,7 +32,7 @@ class Tiles:
 
     Attributes:
         kinds: uint8 (B, H, Tr, Tc): SKIPPED, CUT or WHOLE, as a forward kernel visits tiles of K and V.
-        seen: bool (B, H, N_q, N_k).
+        seen: bool (B, H, N_q, N_k). B, H: 1, where all batch elements or heads are alike.
     """
 
     Br: int
@@ -45,6 +45,11 @@ class Tiles:
         """How many tiles are skipped, cut and whole."""
         return {name: int((self.kinds == kind).sum())
                 for kind, name in ((SKIPPED, "skipped"), (CUT, "cut"), (WHOLE, "whole"))}
+
+    @property
+    def share(self) -> Fraction:
+        """Of the scores, those that count."""
+        return Fraction(int(self.seen.sum()), self.seen.numel())
 
     def __str__(self) -> str:
         tiles = ", ".join(f"{n} {name}" for name, n in self.counts.items())
@@ -62,16 +67,18 @@ class Tiles:
         return figure
 
 
-def tiles_of(bound: Bound, B: int, H: int, N_q: int, N_k: int, Br: int, Bc: int,
-             device: torch.device, dtype: torch.dtype = torch.float32) -> Tiles:
-    """By a small kernel, which asks the mask's own file: on the GPU, or in the simulator.
+def tiles_of(bound: Bound, N_q: int, N_k: int, Br: int, Bc: int, device: torch.device,
+             dtype: torch.dtype = torch.float32) -> Tiles:
+    """By a small kernel, which asks the mask's own file: on the GPU, or in the simulator, where no inspection
+    watches it. dtype: of q.
 
     Raises:
         RuntimeError: if the mask's file cannot be compiled, or fails.
     """
     macros: dict[str, str | Path] = {"MASK_FILE": bound.file, "ELEMENT": ELEMENTS[dtype],
                                      "BLOCK_R": str(Br), "BLOCK_C": str(Bc)}
-    library = Library("flash_mask", MaskQuery, macros, device, "mask", "the mask")
+    library = Library("flash_mask", MaskQuery, macros, device, "mask", "the mask", checked=False)
+    B, H = bound.extents
     seen = torch.empty(B, H, N_q, N_k, dtype=torch.bool, device=device)
     kinds = torch.zeros(B, H, -(-N_q // Br), -(-N_k // Bc), dtype=torch.uint8, device=device)
     query = MaskQuery(seen.data_ptr(), kinds.data_ptr(), None, B, H, N_q, N_k)

@@ -93,20 +93,24 @@ def middle(turns: tuple[dict, ...]) -> dict:
     return failed[0] if failed else sorted(turns, key=lambda row: row["median_ms"])[len(turns) // 2]
 
 
-def measured(args: argparse.Namespace, bar: Progress) -> list[dict]:
-    """A row for the stage, and for each peer that takes the arguments."""
+def by_turns(args: argparse.Namespace, bar: Progress) -> list[dict]:
+    """The stage's row, and that of each peer that takes the arguments."""
     N, entries = args.seqlens[0], competitors.competitors(args)
     for label, reason in args.not_run.items():
         bar.console.print(f"Not run: {label}: {reason}")
     try:
         case = cases.make_case(N, args)
         turns = [[measuring.measure(entry, case, args) for entry in entries] for _ in range(TURNS)]
-        rows = [middle(same) for same in zip(*turns, strict=True)]
+        return [middle(same) for same in zip(*turns, strict=True)]
     except RuntimeError as error:  # too long an N; or a GPU that an earlier error left unusable
-        rows = [measuring.empty_row(entry, N) | measuring.failure(error) for entry in entries]
+        return [measuring.empty_row(entry, N) | measuring.failure(error) for entry in entries]
+
+
+def measured(args: argparse.Namespace, bar: Progress) -> list[dict]:
+    """The same, with the shape, and of what is measured what is kept."""
     shape = {"pass": args.direction, "dtype": args.dtype, "d": args.head_dim, "causal": args.causal,
              "B": args.batch, "H": args.H, "H_kv": args.H_kv}
-    return [shape | {name: row[name] for name in KEPT} for row in rows]
+    return [shape | {name: row[name] for name in KEPT} for row in by_turns(args, bar)]
 
 
 def kept(file: Path, dtypes: list[str], origin: dict) -> dict:

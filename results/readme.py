@@ -14,6 +14,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 import headers  # noqa: E402
+import masks  # noqa: E402
 from simulated import (  # noqa: E402, F401 - by their names in PARTS
     conflicts,
     counts,
@@ -320,6 +321,12 @@ def long() -> str:
                       f"Measured on {' and '.join(sorted(dates))} by `python bench.py --pass all`."])
 
 
+def measured_masks() -> str:
+    """Masks on an H200, beside PyTorch's; empty before they are measured."""
+    file = RESULTS / "h200" / "masks.json"
+    return masks.table(json.loads(file.read_text())) if file.exists() else ""
+
+
 def lessons() -> str:
     """The notebooks as a Markdown table: title, exercises and bug hunts of each."""
     lines = ["| lesson | exercises | bug hunts |", "|---|---|---|"]
@@ -333,7 +340,7 @@ def lessons() -> str:
 
 
 PARTS = ("ladder", "speed", "lessons", "host", "rungs", "results", "backward", "ratios", "long", "results16",
-         "backward16", "ratios16", "finding", "traffic", "counts", "conflicts",
+         "backward16", "ratios16", "measured_masks", "finding", "traffic", "counts", "conflicts",
          "planted_bugs", "stage_mutants", "sampled_mutants")
 
 

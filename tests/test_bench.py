@@ -12,10 +12,11 @@ import torch
 import flash
 from flash_ladder import ahead, launch
 from flash_ladder.bench import arguments as bench_arguments
-from flash_ladder.bench import cases, competitors, measuring, modes
+from flash_ladder.bench import cases, competitors, masked, measuring, modes, peers
 from flash_ladder.bench import report as bench_report
 
 sys.path.insert(0, str(flash.ROOT / "results"))
+import masks as mask_results  # noqa: E402
 import ratios  # noqa: E402
 
 COLUMNS = ["stage", "time (ms)", "TFLOP/s", "% of ceiling", "x naive", "scratch memory", "max error"]
@@ -390,6 +391,20 @@ def test_peer_that_refuses(tmp_path, capsys):
     ("--inspect flash2 --markdown results/cpu/bench_fwd.json", "not allowed with argument"),
     ("--inspect flash2 --heads 12:5", "H a multiple of H_kv"),
     ("--line fwd_01_naive.cuh:50", "--line: goes with --inspect"),
+    ("--mask windw:3", "--mask: no mask 'windw:3'; there are causal, window:LEFT[:RIGHT], prefix:LENGTH,"),
+    ("--mask window", "--mask: 'window'; it is window:LEFT[:RIGHT], with numbers"),
+    ("--mask causal:3", "--mask: 'causal:3'; it is causal, with numbers"),
+    ("--mask causal&window:1:2:3", "--mask: 'window:1:2:3'; it is window"),
+    ("--mask prefix:-3", "--mask: 'prefix:-3'; it is prefix:LENGTH"),
+    ("--mask document:0", "--mask: 'document:0'; COUNT must be at least 1"),
+    ("--mask softcap:0", "--mask: cap must be a number above 0"),
+    ("--mask document:2&block_causal&bias", "--mask: the masks have 5 tensors together; at most 4"),
+    ("--mask window:9 --causal", "--mask: takes no --causal beside it; causal&window:9 is both"),
+    ("--mask causal --stages naive", "--stages: naive: takes no mask but --causal"),
+    ("--mask causal --peers math", "--peers: there is no 'math'; with --mask there are flex, sdpa, eager"),
+    ("--checkpoint --pass bwd", "--checkpoint: goes with --pass fwd+bwd"),
+    ("--rungs --mask causal", "--rungs: has shapes of its own, and takes no --mask"),
+    ("--preset nothing", "argument --preset: invalid choice: 'nothing'"),
 ])
 def test_bad_arguments(arguments, message, capsys, monkeypatch):
     monkeypatch.chdir(flash.ROOT)
@@ -735,6 +750,178 @@ def test_inspect_a_backward_stage_of_your_own(tmp_path):
     status, data, _ = inspect(tmp_path, mine, "--pass", "bwd", "--seqlens", "128")
     assert status == 1 and "race" in {finding["what"] for finding in data["findings"]}
     assert data["stage"] == "mine"
+
+
+# ---------------------------------------------------------------------------------------- masks
+MASKS = ["causal", "window:20:7", "prefix:9", "padding", "document:4", "block-causal", "boolean", "bias",
+         "relative_bias", "alibi", "softcap:2", "causal&document:3"]
+
+
+@pytest.mark.parametrize("text", MASKS)
+def test_masks_by_elements(text, monkeypatch):
+    """What the peers and the truth take says the same as the stages' mask. By rows as at once."""
+    args = parse("--mask", text, "--batch", "2", "--heads", "2")
+    mask = masked.pattern(60, args)
+    found = mask.joined().tiles(60, Br=16, Bc=24)
+    monkeypatch.setattr(masked, "MOST_SCORES", 60 * 7)
+    seen = mask.dense_seen() if mask.seen else torch.ones(1, 1, 60, 60, dtype=torch.bool)
+    assert torch.equal(*torch.broadcast_tensors(seen, found.seen))
+    assert mask.pairs() == int(seen.expand(2, 2, -1, -1).sum()) == 4 * 3600 * found.share
+    assert all(torch.equal(x.tensor, y.tensor) for x, y in zip(
+        mask.joined().arguments, masked.pattern(60, args).joined().arguments, strict=True))
+
+
+def test_every_mask_is_tried():
+    assert {name for text in MASKS for name, _ in masked.read(text)} == set(masked.SYNTAX)
+
+
+@pytest.mark.parametrize("text", ["window:3&padding", "bias&causal", "alibi&prefix:4"])
+def test_the_reference_with_a_mask(text, monkeypatch):
+    """By rows, against PyTorch in float64 with a dense mask. Some rows of the first see nothing."""
+    arguments = ["--batch", "2", "--heads", "4:2", "--head-dim", "8", "--mask", text]
+    monkeypatch.setattr(masked, "MOST_SCORES", 24 * 7)
+    args = parse(*arguments, "--pass", "bwd")
+    mask = masked.pattern(24, args)
+    dense = mask.dense_bias(torch.float64, hide=True) if mask.score else mask.dense_seen()
+    blind = mask.seen and not mask.dense_seen().any(-1).all()
+    assert blind == text.startswith("window")
+    for direction in ("fwd", "bwd"):
+        args = parse(*arguments, "--pass", direction)
+        case = cases.make_case(24, args)
+        q, k, v = (x.detach().double().requires_grad_() for x in case.inputs[:3])
+        o = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=dense, enable_gqa=True)
+        expected = {"O": o.detach()} if direction == "fwd" else dict(zip(
+            ("dQ", "dK", "dV"), torch.autograd.grad(o, (q, k, v), case.inputs[3].double())))
+        torch.testing.assert_close(case.exact, expected, rtol=0, atol=1e-6 if mask.score else 1e-12)
+        assert all(x < 2e-5 for x in case.allowed.values())
+        assert case.pairs == mask.pairs() < 2 * 4 * 24 * 24
+        (o,) = peers.eager(q, k, v, **peers.eager_mask(args, 24))
+        assert torch.isfinite(o).all() and all(
+            torch.isfinite(x).all() for x in torch.autograd.grad(o.sum(), (q, k, v)))
+
+
+def test_the_slope_of_a_softcap():
+    """Its gradients are autograd's through plain code."""
+    args = parse("--heads", "2", "--mask", "softcap:0.5", "--pass", "bwd")
+    case = cases.make_case(24, args)
+    *tensors, dO = (x.detach().double().requires_grad_() for x in case.inputs)
+    (o,) = peers.eager(*tensors, **peers.eager_mask(args, 24))
+    expected = dict(zip(("dQ", "dK", "dV"), torch.autograd.grad(o, tensors, dO)))
+    torch.testing.assert_close(case.exact, expected, rtol=0, atol=1e-12)
+
+
+@pytest.mark.usefixtures("no_plots")
+def test_bench_with_a_mask(tmp_path, capsys):
+    """Named in titles and JSON; FLOPs of what it leaves; peers are right, and those that do not run named."""
+    status, data = run(tmp_path, "--mask", "causal&document:3", "--seqlens", "40", "--heads", "4:2",
+                       "--stages", "flash2")
+    shown = " ".join(capsys.readouterr().out.split())
+    stage, sdpa, eager = data["results"]
+    args = parse("--mask", "causal&document:3", "--heads", "4:2")
+    pairs = masked.pattern(40, args).pairs()
+    assert status == 0 and 0 < pairs < 4 * 820 and data["shape"]["mask"] == "causal&document:3"
+    for row in data["results"]:
+        assert row["status"] == "ok" and 0 < row["error"] <= row["allowed_error"] and row["pairs"] == pairs
+        assert row["tflops"] == pytest.approx(4 * 16 * pairs / (row["median_ms"] * 1e9))
+    assert (stage["findings"], eager["label"]) == ([], "PyTorch eager")
+    assert sdpa["label"] == f"PyTorch SDPA ({peers.backend(args)})"
+    assert data["not_run"]["PyTorch flex_attention"] == peers.NO_GPU and peers.NO_GPU in shown
+    title = "Attention forward, B=1 H=4 H_kv=2 d=16 fp32 causal&document:3"
+    words = f"4 d for each pair of a query and a key that counts: {100 * pairs / 6400:.1f} % of all at N=40"
+    for text in (shown, bench_report.results_table(data)):
+        assert title in text and words in text and bench_report.MASKED in text
+    assert sdpa["scratch_bytes"] >= 40 * 40 > stage["scratch_bytes"]
+
+
+@pytest.mark.usefixtures("no_plots")
+def test_checkpoint(tmp_path, capsys, monkeypatch):
+    """Both passes, and the forward pass once more; SDPA refuses a softcap by name."""
+    calls, attention = [], flash.attention
+    monkeypatch.setattr(flash, "attention", lambda *tensors, **options: (
+        calls.append(options["mask"]), attention(*tensors, **options))[1])
+    args = parse("--mask", "softcap:2&alibi", "--pass", "fwd+bwd", "--checkpoint", "--stages", "recompute")
+    competitors.of_stage(*args.stages, args).prepare("fwd+bwd", *cases.random_inputs(40, args))()
+    assert len(calls) == 2 and "softcap & alibi" in repr(calls[0])
+    status, data = run(tmp_path, "--mask", "softcap:2&alibi", "--checkpoint", "--seqlens", "40", "--stages",
+                       "recompute", direction="fwd+bwd")
+    shown = capsys.readouterr().out
+    assert status == 0
+    assert [row["label"] for row in data["results"]] == ["flash2 + recompute", "PyTorch eager"]
+    assert all(row["status"] == "ok" and row["peak_bytes"] > 0 for row in data["results"])
+    assert "SDPA has no softcap" in data["not_run"]["PyTorch SDPA"]
+    assert "forward and backward, checkpointed, B=1" in shown and bench_report.CHECKPOINTED in shown
+
+
+def test_preset(tmp_path):
+    """What is given goes before."""
+    args, = bench_arguments.parse_arguments(["--preset", "vla", "--out", str(tmp_path)])
+    assert (args.batch, args.H, args.H_kv, args.seqlens, args.head_dim) == (2, 8, 1, [1024], 256)
+    assert (args.dtype, args.mask, args.causal) == ("bf16", "block_causal:8", False)
+    args, = bench_arguments.parse_arguments(["--preset", "vla", "--seqlens", "64", "--mask", "causal",
+                                             "--out", str(tmp_path)])
+    assert (args.batch, args.seqlens, args.mask) == (2, [64], "causal")
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+def test_flex_attention_takes_the_same(monkeypatch):
+    """Its functions of elements, in PyTorch's own code, uncompiled: against the truth."""
+    from torch.nn.attention import flex_attention
+    args = parse("--heads", "4:2", "--batch", "2", "--mask", "alibi&causal&document:3&softcap:3")
+    monkeypatch.setattr(peers, "compiled_flex", lambda: flex_attention.flex_attention)
+    with pytest.raises(RuntimeError, match="flex_attention has no backward pass"):
+        peers.flex_mask(args, 40)
+    case = cases.make_case(40, args)
+    mask = masked.pattern(40, args)
+    blocks = flex_attention.create_block_mask(mask.seen, 2, None, 40, 40, device="cpu")
+    (o,) = peers.flex(*case.inputs, score_mod=mask.score, block_mask=blocks)
+    assert cases.largest_error(o, case.exact["O"]) <= case.allowed["O"]
+
+
+def test_results_of_masks(tmp_path, monkeypatch):
+    """In the simulator, at tiny shapes: rows by case, the other cases' kept, and what the table says."""
+    file, folder = tmp_path / "masks.json", tmp_path
+    monkeypatch.setattr(mask_results, "CASES", {
+        "vla": ("--preset", "vla", "--heads", "2:1", "--seqlens", "32", "--head-dim", "16"),
+        "window64": ("--mask", "window:20", *TINY, "--seqlens", "150")})
+    monkeypatch.setattr(mask_results, "PASSES", {"vla": [("--pass", "bwd")], "window64": [("--pass", "fwd")]})
+    monkeypatch.setattr(mask_results.ratios, "TURNS", 1)
+    each = {name: list(mask_results.passes(name, folder)) for name in mask_results.CASES}
+    origin = measuring.origin(each["vla"][0])
+    said = []
+    mask_results.run(each, mask_results.read(file, ["vla"], origin), file, 1000, said.append)
+    data = json.loads(file.read_text())
+    assert [(row["case"], row["name"], row["status"]) for row in data["rows"]] == [
+        (case, name, "ok") for case in ("vla", "window64") for name in ("ampere_tuned", "sdpa", "eager")]
+    assert data["same_bits"] == {"fwd": True, "bwd": True} and min(data["seconds_to_compile"].values()) > 0
+    window = data["rows"][3]
+    assert window["full_ms"] > 0 and window["share_of_tiles"] == 5 / 9  # tiles of 64 x 64: diagonal, one left
+    table = mask_results.table(data)
+    lines = table.splitlines()
+    assert lines[2].startswith("| block_causal:8 | B=2 H=2 H_kv=1 N=32 d=16 | backward | ")
+    assert lines[3].startswith("| window:20 | B=1 H=1 N=150 d=16 | forward | ")
+    assert len({line.count("|") for line in lines[:4]}) == 1 and "DIFFERENT" not in table
+    assert "(55.6 % of " in table and "the same bits" in table and "d=16: forward" in table
+
+    left = mask_results.read(file, ["window64"], origin)
+    assert [row["case"] for row in left["rows"]] == ["vla"] * 3 and list(left["date"]) == ["vla"]
+    monkeypatch.setattr(mask_results.ratios, "by_turns", lambda *_: raise_(TypeError("no such thing")))
+    mask_results.run({"window64": each["window64"]}, left, file, 1000, said.append)
+    mask_results.run({"window64": each["window64"]}, left, file, -1, said.append)
+    data = json.loads(file.read_text())
+    assert [row["status"] for row in data["rows"]] == ["ok"] * 3 + ["failed"]
+    assert "Failed: all, window:20 d=16, forward: no such thing; window64, fwd: no time left." in (
+        mask_results.table(left))
+    with pytest.raises(SystemExit, match="has rows of vla, measured on CPU"):
+        mask_results.read(file, ["window64"], origin | {"device": "another"})
+
+
+def test_results_of_masks_need_a_gpu(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(SystemExit, match="needs a GPU"):
+        mask_results.main([str(tmp_path)])
+    with pytest.raises(SystemExit):
+        mask_results.main([str(tmp_path), "--cases", "vla,nothing"])
+    assert "no 'nothing'; there are vla, window64" in capsys.readouterr().err
 
 
 # ---------------------------------------------------------------------------------------- results/ratios.py

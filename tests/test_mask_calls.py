@@ -470,14 +470,21 @@ def test_the_pages_examples_run(tmp_path, monkeypatch):
     assert torch.equal(seen[0, 0], (at >= key) & ((at - 10 < key) | (key < 4)))
 
 
-def test_explain():
+def test_explain(monkeypatch):
     q, k, v = qkv()
     found = flash.explain(q, k, v, mask=M.window(20, 7), **PAIR)
     assert "<mask window>" in str(found)
     assert WINDOW in found.forward.files and WINDOW in found.backward.files
-    assert found.forward.flops == 4 * B * H * N_q * N_k * d
+    for one, flops in ((found.forward, 4), (found.backward, 10)):
+        tiles = M.window(20, 7).tiles(N_q, N_k, **one.tiles)
+        assert one.of_mask.counts == tiles.counts
+        assert f"{tiles.counts['skipped']} skipped, {tiles.counts['cut']} cut" in str(found)
+        assert one.flops == flops * B * H * d * int(tiles.seen.sum())
     found = flash.explain(q, k, v, mask=M.window(20, 7), causal=True, **PAIR)
     assert "<mask (causal & window)>" in str(found)
+    monkeypatch.setattr("flash_ladder.explain.MOST_SCORES", N_q * N_k - 1)
+    one = flash.explain(q, k, v, mask=M.window(20, 7), **PAIR).forward
+    assert one.of_mask is None and one.flops == 4 * B * H * N_q * N_k * d
 
 
 def test_the_cases_of_the_grid_are_in_reach():

@@ -295,6 +295,12 @@ def test_checker_finds_nothing(forward, backward, name):
         found = torch.autograd.grad(o, [q, k, v, *case.leaves], torch.ones_like(o))
     assert not report.findings, str(report)
     assert all(torch.isfinite(x).all() for x in found)
+    seen = int((case.bias > NEG).expand(1, 2, 40, 50).sum())
+    assert report.flops == 14 * 16 * seen
+    assert all(f"{stage}: {tiles}." in " ".join(str(report).split()) for stage, tiles in report.tiles)
+    assert [tiles["skipped"] for tiles in report.to_dict()["tiles"]] == [
+        case.mask.tiles(40, 50, **tiles).counts["skipped"]
+        for tiles in (SMALL, {name[:2]: size for name, size in SMALL_BWD.items()})]
 
 
 @pytest.mark.parametrize("sizes", [(2, 4, 75, 101), (1, 2, 200, 130)], ids=str)

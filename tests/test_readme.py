@@ -153,6 +153,22 @@ def test_ratios_in_16_bits(results):
                          "cp_async 0.100 ms, PyTorch's FlashAttention-2 0.200 ms, its math backend 3.00 ms."]
 
 
+def test_masks_that_are_measured(tmp_path, results):
+    """Nothing before; then a line a pass, with what a peer takes and how many times that is."""
+    assert readme.measured_masks() == ""
+    row = {"mask": "bias", "B": 1, "H": 2, "H_kv": 2, "N": 8, "d": 64, "pass": "fwd", "checkpoint": False,
+           "status": "ok", "message": "", "pairs": 64, "tflops": 7.0, "peak_bytes": 2048}
+    names = (("best", "best", 0.5), ("flex", "PyTorch flex_attention", 2.0),
+             ("sdpa", "PyTorch SDPA (math)", 3.0))
+    rows = [row | {"name": name, "label": label, "median_ms": ms} for name, label, ms in names]
+    (tmp_path / "h200" / "masks.json").write_text(json.dumps(
+        {"device": "a GPU", "date": {"bias": "2030-01-02"}, "rows": rows}))
+    lines = readme.measured_masks().splitlines()
+    assert lines[2] == ("| bias | B=1 H=2 N=8 d=64 | forward | 50.0 % | 0.500, 2.00 KiB | 7.00 | "
+                        "2.00 (4.0×), 2.00 KiB | 3.00 (6.0×), 2.00 KiB (math) | - |")
+    assert lines[4].startswith("bf16; a GPU; 2030-01-02, by") and "The stage is best." in lines[4]
+
+
 def test_results_in_16_bits(tmp_path, results):
     assert readme.results16() == readme.backward16() == ""
     results(result("bwd"))

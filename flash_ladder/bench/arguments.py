@@ -14,6 +14,8 @@ import flash
 
 from .choosing import choose_peers, choose_stages
 from .competitors import PEERS, why_not
+from .masked import BLOCKS, SYNTAX, pattern
+from .peers import PEERS as MASK_PEERS
 from .report import PASSES, lengths
 from .rung_cases import with_cases
 
@@ -21,6 +23,11 @@ DEFAULTS: dict[str, tuple] = {  # on a GPU, on the CPU
     "seqlens": ([512, 1024, 2048, 4096], [64, 128, 256]), "batch": (4, 1), "heads": ("12", "2"),
     "head_dim": (64, 64), "causal": (True, True), "dtype": ("fp32", "fp32"),
     "peers": (",".join(PEERS), "math")}
+# For options that are not given. vla: blocks as in a vision-language-action model (Black et al., arXiv
+# 2410.24164)
+PRESETS: dict[str, dict] = {
+    "vla": {"mask": f"block_causal:{BLOCKS}", "batch": 2, "heads": "8:1", "head_dim": 256, "dtype": "bf16",
+            "seqlens": [1024]}}
 
 
 def positive_integers(text: str) -> list[int]:
@@ -28,6 +35,11 @@ def positive_integers(text: str) -> list[int]:
     if min(numbers) < 1:
         raise argparse.ArgumentTypeError(f"{text!r}; it takes integers of at least 1, such as 512,1024")
     return list(dict.fromkeys(numbers))
+
+
+def described(preset: dict) -> str:
+    return " ".join(f"--{name.replace('_', '-')} {','.join(map(str, x)) if isinstance(x, list) else x}"
+                    for name, x in preset.items())
 
 
 def passes(text: str) -> list[str]:
@@ -75,10 +87,19 @@ def parse_arguments(argv: list[str] | None = None) -> list[argparse.Namespace]:
     add("--batch", metavar="B", type=int, help="default: 4, or 1 on CPU")
     add("--heads", metavar="H[:H_kv]", help="of Q, and of K and V if fewer; default: 12, or 2 on CPU")
     add("--head-dim", metavar="d", type=int, help=f"a multiple of 8, to {flash.MAX_HEAD_DIM}; default: 64")
-    add("--causal", action=argparse.BooleanOptionalAction, help="default: --causal")
+    add("--causal", action=argparse.BooleanOptionalAction, help="default: --causal, or no mask but --mask")
+    add("--mask", metavar="NAME:NUMBER&...",
+        help="one of flash.masks, or several: " + ", ".join(name + how for name, (how, *_) in SYNTAX.items())
+             + ". document, block_causal: COUNT of random lengths; padding, boolean, bias: random. Peers: "
+             + ", ".join(MASK_PEERS) + ": flex_attention compiled, SDPA with a dense mask, plain code")
+    add("--checkpoint", action="store_true", default=None,
+        help="with --pass fwd+bwd: under torch.utils.checkpoint, so that the forward pass keeps nothing")
+    add("--preset", choices=PRESETS, help="a shape and a mask, for options that are not given: " + "; ".join(
+        f"{name}: {described(preset)}" for name, preset in PRESETS.items()))
     add("--dtype", help=f"of {', '.join(flash.DTYPES)}; default: fp32, with --rungs fp32 and bf16")
     add("--peers", metavar="A,B", help=f"PyTorch's backends, of {', '.join(PEERS)}, or none; those that "
-                                       "refuse are left out; default: all, or math on CPU")
+                                       "refuse are left out; default: all, or math on CPU. For --mask, "
+                                       "see there")
     add("--out", metavar="FOLDER", type=Path, default=flash.BUILD / "bench",
         help="default: bench/ in the build folder")
     args = parser.parse_args(argv)
@@ -92,7 +113,7 @@ def parse_arguments(argv: list[str] | None = None) -> list[argparse.Namespace]:
             each = [with_cases(args)]
         else:
             check_shape(args)
-            args.peers = choose_peers(args.peers)
+            args.peers = choose_peers(args.peers, bool(args.mask))
             each = [for_pass(direction, args) for direction in args.passes]
         args.out.mkdir(parents=True, exist_ok=True)
     except (ValueError, OSError) as error:
@@ -105,7 +126,8 @@ def set_defaults(args: argparse.Namespace) -> None:
     if args.line and not args.inspect:
         raise ValueError("--line: goes with --inspect")
     if args.rungs:
-        options = ("inspect", "sweep", "markdown", "seqlens", "batch", "heads", "head_dim", "causal")
+        options = ("inspect", "sweep", "markdown", "seqlens", "batch", "heads", "head_dim", "causal",
+                   "mask", "checkpoint", "preset")
         if given := [name for name in options if getattr(args, name) is not None]:
             option = given[0].replace("_", "-")
             raise ValueError(f"--rungs: has shapes of its own, and takes no --{option}")
@@ -114,6 +136,16 @@ def set_defaults(args: argparse.Namespace) -> None:
         args.passes = args.passes or ["fwd", "bwd"]
         return
     args.passes = args.passes or ["fwd"]
+    if args.checkpoint and args.passes != ["fwd+bwd"]:
+        raise ValueError("--checkpoint: goes with --pass fwd+bwd")
+    for name, value in PRESETS.get(args.preset, {}).items():
+        if getattr(args, name) is None:
+            setattr(args, name, value)
+    if args.mask:
+        if args.causal:
+            raise ValueError(f"--mask: takes no --causal beside it; causal&{args.mask} is both")
+        args.causal = False
+        args.peers = args.peers or ",".join(MASK_PEERS)
     if args.inspect:
         if not (possible := flash.can_inspect()):
             raise ValueError(f"--inspect: {possible}")
@@ -156,6 +188,11 @@ def check_shape(args: argparse.Namespace) -> None:
     if not heads or int(heads[1]) % int(heads[2] or 1):
         raise ValueError(f"--heads: {args.heads!r}; H or H:H_kv, H a multiple of H_kv, such as 12 or 8:2")
     args.H, args.H_kv = int(heads[1]), int(heads[2] or heads[1])
+    if args.mask:
+        try:
+            pattern(8, argparse.Namespace(**vars(args) | {"device": torch.device("cpu")})).joined()
+        except ValueError as error:
+            raise ValueError(f"--mask: {str(error).removeprefix('mask: ')}") from None
 
 
 def for_pass(direction: str, args: argparse.Namespace) -> argparse.Namespace:

@@ -8,6 +8,7 @@ from pathlib import Path
 import flash
 
 from .competitors import PEERS, why_not
+from .peers import PEERS as MASK_PEERS
 from .report import PASSES
 
 
@@ -86,8 +87,9 @@ def no_stage(name: str, args: argparse.Namespace) -> str:
     return text + f"; it is {a_stage_of(other)}" * (len(asked) == 1 and name in there[other])
 
 
-def choose_peers(text: str) -> list[str]:
+def choose_peers(text: str, masked: bool = False) -> list[str]:
+    known, where = (MASK_PEERS, "with --mask there are") if masked else (PEERS, "there are")
     peers = [] if text == "none" else list(dict.fromkeys(text.split(",")))
-    if unknown := [name for name in peers if name not in PEERS]:
-        raise ValueError(f"--peers: there is no {unknown[0]!r}; there are {', '.join(PEERS)}, or none")
+    if unknown := [name for name in peers if name not in known]:
+        raise ValueError(f"--peers: there is no {unknown[0]!r}; {where} {', '.join(known)}, or none")
     return peers

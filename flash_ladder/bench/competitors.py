@@ -1,4 +1,4 @@
-"""What is compared: the stages, and PyTorch's own attention."""
+"""What is compared: the stages, and PyTorch's own attention. For masks, peers.py has that."""
 
 from __future__ import annotations
 
@@ -12,10 +12,13 @@ from typing import Any
 
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.checkpoint import checkpoint
 
 import flash
 
+from . import peers
 from .cases import random_inputs
+from .masked import pattern
 
 PEERS = {"math": SDPBackend.MATH, "flash": SDPBackend.FLASH_ATTENTION,
          "efficient": SDPBackend.EFFICIENT_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTENTION}
@@ -28,17 +31,22 @@ class Competitor:
     name: str       # of the stage that is compared, or of the peer
     label: str
     is_stage: bool
-    forward: Callable[..., tuple[torch.Tensor, ...]]  # forward(q, k, v) returns its outputs, O first
+    forward: Callable[..., tuple[torch.Tensor, ...]]  # forward(q, k, v, **mask) returns its outputs, O first
+    mask: Callable[[int], dict[str, Any]] = lambda N: {}  # for N rows; made before it is timed
+    checkpoint: bool = False                          # do not keep what the backward pass needs: compute it
 
     def prepare(self, direction: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
                 dO: torch.Tensor | None = None) -> Callable[[], tuple[torch.Tensor, ...]]:
         """What is timed: a call that returns (O, ...) or (dQ, dK, dV). The forward pass of "bwd" runs now."""
+        forward = functools.partial(self.forward, **self.mask(q.shape[2]))
+        if self.checkpoint:
+            forward = functools.partial(checkpoint, forward, use_reentrant=False)
         if direction == "fwd":
-            return functools.partial(self.forward, q, k, v)
+            return functools.partial(forward, q, k, v)
         if direction == "bwd":
-            return functools.partial(torch.autograd.grad, self.forward(q, k, v)[0], (q, k, v), dO,
+            return functools.partial(torch.autograd.grad, forward(q, k, v)[0], (q, k, v), dO,
                                      retain_graph=True)
-        return lambda: torch.autograd.grad(self.forward(q, k, v)[0], (q, k, v), dO)
+        return lambda: torch.autograd.grad(forward(q, k, v)[0], (q, k, v), dO)
 
 
 def sdpa(backend: SDPBackend, causal: bool, q, k, v) -> tuple[torch.Tensor]:
@@ -62,7 +70,8 @@ def of_stage(stage: flash.Stage, args: argparse.Namespace, **tiles: int) -> Comp
         if args.direction == "fwd+bwd" and forward.name != stage.name:
             label = f"{forward.name} + {name}"
     return Competitor(stage.name, label, True, functools.partial(
-        flash.attention, causal=args.causal, return_lse=True, **options))
+        flash.attention, causal=args.causal, return_lse=True, **options),
+        lambda N: {"mask": pattern(N, args).joined()} if args.mask else {}, args.checkpoint)
 
 
 def forward_stage(backward: flash.Stage, args: argparse.Namespace) -> flash.Stage:
@@ -95,23 +104,36 @@ def competitors(args: argparse.Namespace) -> list[Competitor]:
     """The stages, then the peers that take the arguments; why others do not goes into `args.not_run`."""
     found = [of_stage(stage, args) for stage in args.stages]
     for name in args.peers:
-        label = "PyTorch " + name.replace("cudnn", "cuDNN")
-        if name == "efficient" and args.dtype == "fp32":
-            label += " (3xTF32)"  # on tensor cores, where the fp32 stages use FMA
-        peer = Competitor(name, label, False, functools.partial(sdpa, PEERS[name], args.causal))
+        peer = of_peer(name, args)
         if reason := refusal(peer, args):
-            args.not_run[label] = reason
+            args.not_run[peer.label] = reason
         else:
             found.append(peer)
     return found
 
 
+def of_peer(name: str, args: argparse.Namespace) -> Competitor:
+    """One of PEERS or, with a mask, one of peers.PEERS."""
+    if args.mask:
+        forward, mask = peers.PEERS[name]
+        return Competitor(name, peers.label(name, args), False, forward, functools.partial(mask, args),
+                          args.checkpoint)
+    label = "PyTorch " + name.replace("cudnn", "cuDNN")
+    if name == "efficient" and args.dtype == "fp32":
+        label += " (3xTF32)"  # on tensor cores, where the fp32 stages use FMA
+    return Competitor(name, label, False, functools.partial(sdpa, PEERS[name], args.causal),
+                      checkpoint=args.checkpoint)
+
+
 def refusal(peer: Competitor, args: argparse.Namespace) -> str:
-    """Why a backend does not take these arguments, in PyTorch's words; empty if it does. Found by trying."""
+    """Why a backend does not take these arguments, in PyTorch's words; empty if it does. Found by trying: but
+    flex_attention, which would be compiled for that, fails in its row."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         try:
-            peer.prepare(args.direction, *random_inputs(128, args))()
+            peer.mask(128)
+            if peer.name != "flex":
+                peer.prepare(args.direction, *random_inputs(128, args))()
             return ""
         except RuntimeError as error:
             words = [str(warning.message).split(" (Triggered")[0] for warning in caught] + [str(error)]
@@ -122,6 +144,8 @@ def why_not(stage: flash.Stage, args: argparse.Namespace) -> str:
     """Why a stage cannot run with these arguments; empty if it can."""
     if flash.DTYPES[args.dtype] not in stage.dtypes:
         return f"does not take {args.dtype}"
+    if args.mask and not stage.takes_masks:
+        return "takes no mask but --causal"
     try:
         stage.tiles(args.head_dim, flash.shared_memory_per_block(args.device))
         return stage.available(args.device, flash.DTYPES[args.dtype]).reason

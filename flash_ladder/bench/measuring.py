@@ -49,7 +49,7 @@ def empty_row(competitor: Competitor, N: int) -> dict:
 
 def measure(competitor: Competitor, case: Case, args: argparse.Namespace) -> dict:
     """One row of the results. Its status: "ok", "wrong", "failed" or "out of memory"."""
-    row = empty_row(competitor, case.N)
+    row = empty_row(competitor, case.N) | ({"pairs": case.pairs} if args.mask else {})
     prepare = functools.partial(competitor.prepare, args.direction, *case.inputs)
     try:
         with poisoned_memory() if competitor.is_stage else contextlib.nullcontext():
@@ -67,14 +67,14 @@ def measure(competitor: Competitor, case: Case, args: argparse.Namespace) -> dic
         return row | failure(error)
     p20, median, p80 = numpy.percentile(times, (20, 50, 80)).tolist()
     return row | {"median_ms": median, "p20_ms": p20, "p80_ms": p80, "repetitions": len(times),
-                  "tflops": tflops(median, case.N, args),
+                  "tflops": tflops(median, case, args),
                   "scratch_bytes": peak - tensors, "peak_bytes": peak}
 
 
-def tflops(ms: float, N: int, args: argparse.Namespace) -> float:
-    """TFLOP/s of a call that takes so many milliseconds."""
-    flops = FLOPS[args.direction] * args.batch * args.H * N * N * args.head_dim
-    return flops / (2 if args.causal else 1) / ms / 1e9
+def tflops(ms: float, case: Case, args: argparse.Namespace) -> float:
+    """TFLOP/s of a call that takes so many milliseconds: over pairs that count; --causal leaves half."""
+    pairs = args.batch * args.H * case.N * case.N / 2 if args.causal else case.pairs
+    return FLOPS[args.direction] * pairs * args.head_dim / ms / 1e9
 
 
 def count_traffic(competitor: Competitor, case: Case, args: argparse.Namespace) -> dict:
@@ -194,6 +194,7 @@ def origin(args: argparse.Namespace) -> dict:
     gpu = args.device.type == "cuda"
     arguments = {"pass": args.direction, "stages": [stage.name for stage in args.stages]}
     if args.direction != "fwd":
+        arguments |= {"checkpoint": True} if args.checkpoint else {}
         arguments["forward"] = [forward_stage(stage, args).name for stage in args.stages]
     return {
         "date": datetime.now().astimezone().isoformat(timespec="seconds"),
@@ -204,5 +205,5 @@ def origin(args: argparse.Namespace) -> dict:
                      "cudnn": torch.backends.cudnn.version(),
                      "nvcc": flash.nvcc_version(flash.find_nvcc(torch.version.cuda)) if gpu else None},
         "shape": {"B": args.batch, "H": args.H, "H_kv": args.H_kv, "d": args.head_dim, "causal": args.causal,
-                  "dtype": args.dtype},
+                  "dtype": args.dtype} | ({"mask": args.mask} if args.mask else {}),
         "arguments": arguments}

@@ -30,6 +30,9 @@ THEOREMS = {"fwd": "Theorem 2", "bwd": "Theorem 5", "fwd+bwd": "Theorems 2 and 5
 FLOPS = {"fwd": 4, "bwd": 10, "fwd+bwd": 14}  # times B H N N d: 2 for each of two products, five backward
 COUNTED = ("HBM traffic: what the warps ask for, counted with no cache. A GPU's caches catch part of it, and "
            "nvcc may merge accesses into vectors or keep a value in a register.")
+MASKED = ("The mask's tensors, a peer's dense mask and flex_attention's block mask are made before, and not "
+          "timed. Scratch memory includes them. The stages make their lists of tiles in each call.")
+CHECKPOINTED = "Checkpointed: the forward pass runs again in the backward pass, and is counted once in FLOPs."
 GRADIENTS = ("Max error: of dQ, dK and dV, the one nearest to what is allowed. Scratch memory: the peak "
              "without Q, K, V, O, dO, dQ, dK and dV; it includes L, D and what autograd saves. Peak "
              "memory: with them.")
@@ -56,9 +59,15 @@ def title(data: dict) -> str:
     """Such as: Attention forward, B=4 H=12 d=64 fp32 causal."""
     shape = data["shape"]
     heads = f"H={shape['H']}" + f" H_kv={shape['H_kv']}" * (shape["H_kv"] != shape["H"])
-    mask = "causal" if shape["causal"] else "not causal"
-    return (f"Attention {PASSES[direction(data)]}, B={shape['B']} {heads} d={shape['d']} {shape['dtype']} "
-            f"{mask}")
+    mask = shape.get("mask") or ("causal" if shape["causal"] else "not causal")
+    again = ", checkpointed" * checkpointed(data)
+    return (f"Attention {PASSES[direction(data)]}{again}, B={shape['B']} {heads} d={shape['d']} "
+            f"{shape['dtype']} {mask}")
+
+
+def checkpointed(data: dict) -> bool:
+    """Whether the forward pass kept nothing for the backward pass, and ran again in it."""
+    return data["arguments"].get("checkpoint", False)
 
 
 def direction(data: dict) -> str:
@@ -125,9 +134,24 @@ def results_table(data: dict, N: int | None = None) -> str:
     return "\n".join(lines)
 
 
+def flops_in_words(data: dict) -> str:
+    """What the FLOPs of a TFLOP/s are."""
+    shape, flops = data["shape"], FLOPS[direction(data)]
+    if "mask" not in shape:
+        return f"{flops} B H N N d" + "; causal: half of that" * shape["causal"]
+    shares = {row["N"]: row["pairs"] / (shape["B"] * shape["H"] * row["N"]**2) for row in data["results"]
+              if "pairs" in row}
+    return f"{flops} d for each pair of a query and a key that counts: " + ", ".join(
+        f"{number(100 * share)} % of all at N={N}" for N, share in shares.items())
+
+
 def notes_on(data: dict) -> list[str]:
     """What a reader must know of the columns."""
     notes = [COUNTED] * ("HBM traffic" in columns(data))
+    if checkpointed(data):
+        notes.insert(0, CHECKPOINTED)
+    if "mask" in data["shape"]:
+        notes.insert(0, f"FLOPs: {flops_in_words(data)}. {MASKED}")
     if direction(data) != "fwd":
         notes.insert(0, GRADIENTS)
     if direction(data) == "bwd":
@@ -155,11 +179,10 @@ def show(data: dict, files: list[Path]) -> None:
     if data["note"]:
         console.print(data["note"], style="yellow")
     console.print(table)
-    half = "; causal: half of that" * data["shape"]["causal"]
-    console.print(f"FLOPs: {FLOPS[direction(data)]} B H N N d{half}. Max error: against float64.")
+    console.print(f"FLOPs: {flops_in_words(data)}. Max error: against float64.")
     console.print(f"Ceiling: {data['ceiling']['what']}: {number(data['ceiling']['tflops'])} TFLOP/s.")
     for note in notes_on(data):
-        console.print(note)
+        console.print(note.removeprefix(f"FLOPs: {flops_in_words(data)}. "))
     if data["edit_to_result_s"]:
         console.print(f"From saving an edited stage to its result: {data['edit_to_result_s']:.1f} s.")
     for result in data["results"]:

@@ -32,7 +32,7 @@ from rich.progress import (
 import flash
 
 from .. import ahead
-from . import cases, competitors, measuring, staircase
+from . import cases, competitors, masked, measuring, staircase
 from .rung_cases import note_not_run
 
 TURNS = 5
@@ -53,15 +53,17 @@ def described(args: argparse.Namespace) -> str:
 def libraries(args: argparse.Namespace, checked: bool = False) -> Iterator[tuple]:
     """What flash.build() is called with for the stages, and for gradients also for the forward ones.
     checked: those of the pass are to be inspected."""
-    d, dtype = args.head_dim, flash.DTYPES[args.dtype]
+    d, dtype, mask = args.head_dim, flash.DTYPES[args.dtype], masked.file(args)
     before = {competitors.forward_stage(stage, args): None
               for stage in args.stages if args.direction != "fwd"}
     for stage in (*args.stages, *before):
-        tiles = stage.tiles(d, flash.shared_memory_per_block(args.device),
-                            args.batch * args.H * args.seqlens[0], args.causal)
-        yield (flash.ROOT / f"flash_{stage.direction}.cu", args.device,
-               flash.definitions(stage, dtype, d, args.causal, tiles), f"{stage.direction}_{stage.name}",
-               checked and stage not in before)
+        sizes = [stage.tiles(d, flash.shared_memory_per_block(args.device),
+                             args.batch * args.H * args.seqlens[0], args.causal)]
+        if args.device.type == "cuda":  # a call there builds them all
+            sizes = ahead.variants(stage, d, args.device, args.causal)
+        for tiles in sizes:
+            yield (*ahead.job(stage, dtype, d, args.causal, tiles, args.device, mask=mask),
+                   checked and stage not in before)
 
 
 def build_all(cases: list[argparse.Namespace], bar: Progress, checked: bool = False) -> None:
@@ -175,7 +177,7 @@ def measured(args: argparse.Namespace, case: cases.Case, bar: Progress, task: Ta
         if runner.row["status"] == "ok":
             ms = statistics.median(runner.times)
             runner.row |= {"turns_ms": runner.times, "median_ms": ms,
-                           "tflops": measuring.tflops(ms, case.N, args)}
+                           "tflops": measuring.tflops(ms, case, args)}
     return rows
 
 

@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import itertools
 import json
 import re
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -29,6 +31,9 @@ from .records import (
     places_of,
     source_lines,
 )
+
+if TYPE_CHECKING:
+    from ..tiles import Tiles
 
 WAIT = " (cp_async_commit, later cp_async_wait)"
 
@@ -114,6 +119,8 @@ class Report:
         accesses: list of Access: per kernel, line and array.
         flops: of the matrix products, 4 d for each pair of a query and a key that it sees, backward 10 d; by
             this formula, as arithmetic cannot be observed. 0 for other kernels.
+        tiles: list of the stage and its Tiles, for each call with a mask: how many are skipped, cut and
+            whole, and which scores count. Worked out when it is asked for.
 
     print(report) shows it all as tables; plot() draws.
     """
@@ -124,7 +131,8 @@ class Report:
         self.more_findings = False
         self.kernels: list[Kernel] = []
         self.accesses: list[Access] = []
-        self.flops = 0
+        self.flops_without_mask = 0
+        self.masked: list[tuple[str, int, Callable[[], Tiles]]] = []
         self.complete = False
         self._arrays: list[Array] = []
         self.runtime = runtime  # the library with the checker
@@ -196,6 +204,10 @@ class Report:
                 array.region = None
             for name, x in outputs.items():
                 x.copy_(copies[name])
+
+    def add_masked(self, stage: str, flops: int, tiles: Callable[[], Tiles]) -> None:
+        """A call with a mask. flops: if it saw all."""
+        self.masked.append((stage, flops, functools.cache(tiles)))
 
     def close(self) -> None:
         """Take over what the checker has found and counted."""
@@ -273,6 +285,14 @@ class Report:
         return Finding(f["what"], f["kernel"], element, parties, f["count"], message)
 
     # ------------------------------------------------------------------------------- what it says
+    @property
+    def tiles(self) -> list[tuple[str, Tiles]]:
+        return [(stage, tiles()) for stage, _, tiles in self.masked]
+
+    @property
+    def flops(self) -> int:
+        return self.flops_without_mask + sum(int(flops * tiles().share) for _, flops, tiles in self.masked)
+
     def traffic(self) -> dict[str, Traffic]:
         """HBM traffic by array, over all kernels. A byte that two launches touch is unique in each."""
         touched = {name for kernel in self.kernels for name in kernel.traffic}
@@ -318,6 +338,8 @@ class Report:
                         for k in self.kernels],
             "traffic": {name: vars(t) for name, t in self.traffic().items()},
             "flops": self.flops,
+            "tiles": [{"stage": stage, "Br": tiles.Br, "Bc": tiles.Bc} | tiles.counts
+                      for stage, tiles in self.tiles],
             "accesses": [access(a) for a in self.accesses],
         }
 

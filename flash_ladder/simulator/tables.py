@@ -43,6 +43,9 @@ def report(r: Report) -> Group:
         parts += [table for memory in ("HBM", "shared") if (table := _access_table(accesses, memory))]
         parts += [_barrier_table(kernel)] if kernel.barrier_lines else []
     total = r.hbm.total
+    if r.findings and r.masked:  # its file, which would be asked, may be what is wrong
+        return Group(*parts, Text(NOTE, style="dim"))
+    parts += [Text(f"{stage}: {tiles}.") for stage, tiles in dict(r.tiles).items()]
     if r.flops and total:
         parts += [Text(""), Text(f"{r.flops:,} FLOPs in matrix products, by formula (4 d a visible pair; "
                                  f"backward, 10 d); {r.flops / total:.3g} per byte of HBM traffic, "
