@@ -29,6 +29,7 @@ from .plan import (
     mask_tensors,
     names_of_mask,
     plan_for,
+    window_of,
 )
 from .stage import Stage
 
@@ -238,7 +239,7 @@ def checked(q, k, v, flag, causal, mask, scale, stage, backward, deterministic, 
     check_memory({name: x for name, x in named.items() if is_plain(x)})
     for name, x in named.items():
         check_tangent(name, x)
-    forward = choose(stage, q, "fwd", deterministic, causal, **forward_tiles)
+    forward = choose(stage, q, "fwd", deterministic, causal, window_of(visible), **forward_tiles)
     check_mask(forward[0], visible)
     needs_gradients = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v, *of_mask))
     for name, x in (*zip(names, (q, k, v), strict=True), *named.items()):
@@ -247,7 +248,8 @@ def checked(q, k, v, flag, causal, mask, scale, stage, backward, deterministic, 
                              f"{name.removeprefix('mask: ')}.clone()")
     chosen = None
     if needs_gradients or backward is not None or backward_tiles:
-        backward, sizes = choose(backward, q, "bwd", deterministic, causal, **backward_tiles)
+        backward, sizes = choose(backward, q, "bwd", deterministic, causal, window_of(visible),
+                                 **backward_tiles)
         check_mask(backward, visible)
         # as torch.use_deterministic_algorithms() says now: it may not in the backward pass
         wanted = torch.are_deterministic_algorithms_enabled() if deterministic is None else deterministic

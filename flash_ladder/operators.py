@@ -27,6 +27,7 @@ from .plan import (
     forward_outputs,
     run,
     visible_pairs,
+    window_of,
 )
 from .stage import Stage
 
@@ -157,8 +158,10 @@ def _forward_op(q, k, v, diagonal, mask, mask_tensors, ints, floats, scale, stag
                 Br, Bc, Br_bwd, Bc_bwd, kinds, wanted):
     q, k, v = (x.resolve_neg() for x in (q, k, v))
     check_tensors(q, k, v)
-    return forward(q, k, v, _visible(diagonal, mask, mask_tensors, ints, floats), scale,
-                   *choose(of_text(stage), q, "fwd", deterministic, diagonal is not None, Br=Br, Bc=Bc))
+    visible = _visible(diagonal, mask, mask_tensors, ints, floats)
+    return forward(q, k, v, visible, scale,
+                   *choose(of_text(stage), q, "fwd", deterministic, diagonal is not None, window_of(visible),
+                           Br=Br, Bc=Bc))
 
 
 @_forward_op.register_fake
@@ -190,9 +193,11 @@ def _backward_op(q, k, v, o, L, dO, dL, diagonal, mask, mask_tensors, ints, floa
             raise ValueError(f"{name} must have shape {tuple(shape)} and type {dtype} and be on {q.device}; "
                              f"it has {tuple(x.shape)} and {x.dtype} and is on {x.device}")
         check_tangent(name, x)
+    visible = _visible(diagonal, mask, mask_tensors, ints, floats, kinds, wanted)
     dq, dk, dv, *of_mask = backward(
-        q, k, v, o, L, dO, dL, _visible(diagonal, mask, mask_tensors, ints, floats, kinds, wanted), scale,
-        *choose(of_text(stage), q, "bwd", deterministic, diagonal is not None, Br=Br, Bc=Bc), deterministic)
+        q, k, v, o, L, dO, dL, visible, scale,
+        *choose(of_text(stage), q, "bwd", deterministic, diagonal is not None, window_of(visible), Br=Br,
+                Bc=Bc), deterministic)
     return dq, dk, dv, [x for x in of_mask if x is not None]
 
 
