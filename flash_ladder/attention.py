@@ -235,7 +235,7 @@ def checked(q, k, v, flag, causal, mask, scale, stage, backward, deterministic, 
     for name, x in named.items():
         check_tangent(name, x)
     extras = Extras(dropout_p, None, sink)
-    forward = choose(stage, q, "fwd", deterministic, causal, extras, **forward_tiles)
+    forward = choose(stage, q, "fwd", deterministic, visible, extras, **forward_tiles)
     check_mask(forward[0], visible)
     needs_gradients = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v, *named.values()))
     for name, x in (*zip(names, (q, k, v), strict=True), *named.items()):
@@ -244,7 +244,7 @@ def checked(q, k, v, flag, causal, mask, scale, stage, backward, deterministic, 
                              f"{name.removeprefix('mask: ')}.clone()")
     chosen = None
     if needs_gradients or backward is not None or backward_tiles:
-        backward, sizes = choose(backward, q, "bwd", deterministic, causal, extras, **backward_tiles)
+        backward, sizes = choose(backward, q, "bwd", deterministic, visible, extras, **backward_tiles)
         check_mask(backward, visible)
         # as torch.use_deterministic_algorithms() says now: it may not in the backward pass
         wanted = torch.are_deterministic_algorithms_enabled() if deterministic is None else deterministic

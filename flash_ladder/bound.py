@@ -12,12 +12,14 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from .cache import build_folder
 from .launch import MaskTensor
 from .sources import STAGES
+from .stage import MANY
 
 
 @dataclass(frozen=True, eq=False)
@@ -42,6 +44,11 @@ class Bound:
         return file_of(self.text)
 
     @property
+    def window(self) -> int:
+        """So many keys a row sees at most, as far as the ints say."""
+        return _window(json.loads(self.text), self.ints)
+
+    @property
     def extents(self) -> tuple[int, int]:
         """Batch elements and heads that differ."""
         B, H = (max([1, *(x.shape[n] for x in self.tensors)]) for n in (0, 1))
@@ -49,6 +56,15 @@ class Bound:
 
     def with_tensors(self, tensors: Sequence[torch.Tensor]) -> Bound:
         return replace(self, tensors=tuple(tensors))
+
+
+def _window(expression: Any, ints: tuple[int, ...]) -> int:
+    if expression == "window":
+        return max(ints[1] - ints[0] + 1, 0)
+    if expression[0] != "And":
+        return MANY
+    _, a, b, _, ints_of_a, _ = expression
+    return min(_window(a, ints[:ints_of_a]), _window(b, ints[ints_of_a:]))
 
 
 def strides_of(x: torch.Tensor) -> list[int]:

@@ -17,7 +17,7 @@ from .bound import Bound
 from .compiled import Kernel, kernels_of
 from .launch import definitions
 from .masks import Mask
-from .plan import empty_output, flops_of_pair, mask_file, plan_for, visible_pairs
+from .plan import empty_output, flops_of_pair, mask_file, plan_for, visible_pairs, window_of
 from .registry import why_this
 from .sources import ROOT, source_files
 from .stage import Stage
@@ -189,7 +189,8 @@ def _choice(call: Checked, direction: str, asked, stage: Stage, tiles: dict[str,
     named = [name for name in tiles if f"{name}{suffix}" in asked_tiles]
     if named:
         why_tiles = f"{' and '.join(named)} by the call"
-    elif tiles == stage.default_tiles(d, 1 << (B * H * N_q).bit_length() - 1, causal):
+    elif tiles == stage.default_tiles(d, 1 << (B * H * N_q).bit_length() - 1, causal,
+                                      window_of(call.visible)):
         why_tiles = "the header's rule for this d, size and mask"
     else:
         why_tiles = "the nearest to the header's that fit into this device's shared memory"

@@ -172,8 +172,9 @@ def _forward_op(q, k, v, diagonal, mask, mask_tensors, ints, floats, dropout_p, 
     q, k, v = (x.resolve_neg() for x in (q, k, v))
     check_tensors(q, k, v)
     extras = Extras(dropout_p, seed, sink)
-    chosen = choose(of_text(stage), q, "fwd", deterministic, diagonal is not None, extras, Br=Br, Bc=Bc)
-    return forward(q, k, v, _visible(diagonal, mask, mask_tensors, ints, floats), scale, *chosen, extras)
+    visible = _visible(diagonal, mask, mask_tensors, ints, floats)
+    chosen = choose(of_text(stage), q, "fwd", deterministic, visible, extras, Br=Br, Bc=Bc)
+    return forward(q, k, v, visible, scale, *chosen, extras)
 
 
 @_forward_op.register_fake
@@ -181,11 +182,11 @@ def _(q, k, v, diagonal, mask, mask_tensors, ints, floats, dropout_p, seed, sink
       deterministic, Br, Bc, Br_bwd, Bc_bwd, kinds, wanted):
     check_tensors(q, k, v, traced=True)
     extras = Extras(dropout_p, seed, sink)
-    choose(of_text(stage), q, "fwd", deterministic, diagonal is not None, extras, Br=Br, Bc=Bc)
+    choose(of_text(stage), q, "fwd", deterministic, diagonal, extras, Br=Br, Bc=Bc)
     inputs = q, k, v, *mask_tensors, *(() if sink is None else (sink,))
     gradients = torch.is_grad_enabled() and any(x.requires_grad for x in inputs)
     if gradients or (backward, Br_bwd, Bc_bwd) != (None, None, None):
-        choose(of_text(backward), q, "bwd", deterministic, diagonal is not None, extras, Br=Br_bwd, Bc=Bc_bwd)
+        choose(of_text(backward), q, "bwd", deterministic, diagonal, extras, Br=Br_bwd, Bc=Bc_bwd)
     return empty_output(q, v), q.new_empty(q.shape[:3], dtype=torch.float32)
 
 
@@ -208,10 +209,9 @@ def _backward_op(q, k, v, o, L, dO, dL, diagonal, mask, mask_tensors, ints, floa
                              f"it has {tuple(x.shape)} and {x.dtype} and is on {x.device}")
         check_tangent(name, x)
     extras = Extras(dropout_p, seed, sink)
-    chosen = choose(of_text(stage), q, "bwd", deterministic, diagonal is not None, extras, Br=Br, Bc=Bc)
-    dq, dk, dv, *others = backward(
-        q, k, v, o, L, dO, dL, _visible(diagonal, mask, mask_tensors, ints, floats, kinds, wanted), scale,
-        *chosen, deterministic, extras)
+    visible = _visible(diagonal, mask, mask_tensors, ints, floats, kinds, wanted)
+    chosen = choose(of_text(stage), q, "bwd", deterministic, visible, extras, Br=Br, Bc=Bc)
+    dq, dk, dv, *others = backward(q, k, v, o, L, dO, dL, visible, scale, *chosen, deterministic, extras)
     return dq, dk, dv, [x for x in others if x is not None]
 
 
@@ -219,7 +219,7 @@ def _backward_op(q, k, v, o, L, dO, dL, diagonal, mask, mask_tensors, ints, floa
 def _(q, k, v, o, L, dO, dL, diagonal, mask, mask_tensors, ints, floats, dropout_p, seed, sink, scale, stage,
       deterministic, Br, Bc, kinds, wanted):
     check_tensors(q, k, v, traced=True)
-    choose(of_text(stage), q, "bwd", deterministic, diagonal is not None, Br=Br, Bc=Bc)
+    choose(of_text(stage), q, "bwd", deterministic, diagonal, Br=Br, Bc=Bc)
     others = [x.new_empty(x.shape) for x in (*(() if sink is None else (sink,)),
                                              *(x for x, needed in zip(mask_tensors, wanted) if needed))]
     return empty_like(q), empty_like(k), empty_like(v), others
@@ -229,7 +229,7 @@ def _save(ctx, inputs, output) -> None:
     (q, k, v, diagonal, mask, mask_tensors, ints, floats, dropout_p, seed, sink, scale, _, backward,
      deterministic, _, _, Br, Bc, kinds, wanted) = inputs
     if deterministic is None and torch.are_deterministic_algorithms_enabled():  # it may not be by then
-        stage, _ = choose(of_text(backward), q, "bwd", None, diagonal is not None, Br=Br, Bc=Bc)
+        stage, _ = choose(of_text(backward), q, "bwd", None, diagonal, Br=Br, Bc=Bc)
         deterministic = stage.can_be_deterministic
     ctx.save_for_backward(q, k, v, *output, seed, sink, *mask_tensors)
     ctx.set_materialize_grads(False)  # None for an output that the loss does not depend on

@@ -34,7 +34,7 @@ Visible = int | Bound | None             # query i sees key j <= i + this; what 
 
 
 def choose(stage, q: torch.Tensor, direction: str = "fwd", deterministic: bool | None = False,
-           causal: bool = False, extras: Extras = NO_EXTRAS,
+           visible: Visible = None, extras: Extras = NO_EXTRAS,
            **tiles: int | None) -> tuple[Stage, dict[str, int]]:
     """The stage that a call asks for, and its tile sizes; checked."""
     d = int(q.shape[3])
@@ -44,7 +44,8 @@ def choose(stage, q: torch.Tensor, direction: str = "fwd", deterministic: bool |
     rows = q.shape[0] * q.shape[1] * q.shape[2]
     if not isinstance(rows, int):  # traced with dynamic shapes: the operator will see a number
         rows = MANY
-    return stage, stage.tiles(d, shared_memory_per_block(q.device), rows, causal, **chosen)
+    return stage, stage.tiles(d, shared_memory_per_block(q.device), rows,
+                              isinstance(visible, int), window_of(visible), **chosen)
 
 
 def find_or_convert(stage, dtype: torch.dtype, device: torch.device, direction: str,
@@ -245,6 +246,11 @@ def check_mask(stage: Stage, visible: Visible) -> None:
 
 def mask_file(visible: Visible) -> Path | None:
     return visible.file if isinstance(visible, Bound) else None
+
+
+def window_of(visible: Visible) -> int:
+    """The keys that a row sees at most, as far as the mask's own numbers say."""
+    return visible.window if isinstance(visible, Bound) else MANY
 
 
 def mask_tensors(visible: Visible) -> tuple[torch.Tensor, ...]:

@@ -48,9 +48,10 @@ class Available:
 class Stage:
     """One rung of a ladder, as the header of its file describes it.
 
-    The conditions of `tile_rules` are expressions in d, causal, and rows, which is B * H * N_q rounded down
-    to a power of 2; `limits` and `shared`, in bytes a block, in d, Br and Bc; `hbm`, in bytes, also in B, H,
-    H_kv, N_q, N_k, Tr, Tc and Td = ceil(d / Bc).
+    The conditions of `tile_rules` are expressions in d, causal, rows, which is B * H * N_q rounded down to a
+    power of 2, and window, the keys that a row sees at most by the mask's own numbers; `limits` and `shared`,
+    in bytes a block, in d, Br and Bc; `hbm`, in bytes, also in B, H, H_kv, N_q, N_k, Tr, Tc and
+    Td = ceil(d / Bc).
     """
 
     number: int
@@ -109,17 +110,19 @@ class Stage:
             return Available(str(error))
         return Available()
 
-    def default_tiles(self, d: int, rows: int = MANY, causal: bool = False) -> dict[str, int]:
+    def default_tiles(self, d: int, rows: int = MANY, causal: bool = False,
+                      window: int = MANY) -> dict[str, int]:
         """Br and Bc for a head dimension, B * H * N_q rows and a mask or none: the last rule whose condition
         holds."""
         tiles = {}
         for rule in self.tile_rules.split(";"):
             condition, _, sizes = rule.rpartition(":")
-            if not condition or self._value("tiles", condition, d=d, rows=rows, causal=causal):
+            if not condition or self._value("tiles", condition, d=d, rows=rows, causal=causal,
+                                            window=window):
                 tiles = {name: int(size) for name, size in re.findall(r"(\w+)=(\d+)", sizes)}
         return tiles
 
-    def tiles(self, d: int, shared_memory: int, rows: int = MANY, causal: bool = False,
+    def tiles(self, d: int, shared_memory: int, rows: int = MANY, causal: bool = False, window: int = MANY,
               **chosen: int) -> dict[str, int]:
         """The tile sizes of a call: `chosen` ones, else the defaults, or the nearest to them that fit.
 
@@ -129,7 +132,8 @@ class Stage:
             d: head dimension.
             shared_memory: bytes that a block may have on the device.
             rows: B * H * N_q.
-            causal: whether there is a mask.
+            causal: whether it is causal.
+            window: how many keys a row sees at most, as far as the mask's own numbers say.
         Raises:
             ValueError: if the stage does not know a tile by this name, or cannot use its size.
         """
@@ -141,21 +145,21 @@ class Stage:
                 raise ValueError(f"{name}{self._suffix} must be an integer from 1 to 1024, not {shown(size)}")
             chosen[name] = whole
         rows = 1 << rows.bit_length() - 1  # rounded down, so that the cache stays small
-        return dict(self._fitting_tiles(d, shared_memory, rows, causal, tuple(chosen.items())))
+        return dict(self._fitting_tiles(d, shared_memory, rows, causal, window, tuple(chosen.items())))
 
     @functools.cache
     def fits(self, d: int, shared_memory: int) -> bool:
         """Whether it has tile sizes for this head dimension and so many bytes of shared memory a block."""
         try:
-            self._fitting_tiles(d, shared_memory, MANY, False, ())
+            self._fitting_tiles(d, shared_memory, MANY, False, MANY, ())
         except ValueError:
             return False
         return True
 
     @functools.cache  # some 100 us, in every call of attention()
-    def _fitting_tiles(self, d: int, shared_memory: int, rows: int, causal: bool,
+    def _fitting_tiles(self, d: int, shared_memory: int, rows: int, causal: bool, window: int,
                        chosen: tuple) -> dict[str, int]:
-        tiles = self.default_tiles(d, rows, causal)
+        tiles = self.default_tiles(d, rows, causal, window)
         tiles.update(chosen)
         if not (problem := self._tile_problem(d, shared_memory, tiles)):
             return tiles

@@ -205,6 +205,6 @@ cudaError_t launch(const BwdParams& p, cudaStream_t stream) {
   const size_t bytes = sizeof(ELEMENT) * 2 * ((Bc + 2 * Br) * pitch + Bc * PT_pitch) + sizeof(float) * 4 * Br;
   allow_shared_memory(backward_kernel, bytes);
   backward_kernel<<<p.B * p.H_kv * ceil_div(p.N_k, Bc), threads, bytes, stream>>>(p, w);
-  convert_dQ_kernel<<<p.B * p.H * ceil_div(p.N_q, block_rows), 256, 0, stream>>>(p, w.dQ_accum, 1);
+  convert_dQ_kernel<<<p.B * p.H * ceil_div(p.N_q, convert_rows), 256, 0, stream>>>(p, w.dQ_accum, 1);
   return cudaGetLastError();
 }

@@ -40,7 +40,7 @@ def run(stage, q, k, v, mask=None, **options):
     with poisoned():
         if mask == "top":
             scale = options.pop("scale", None)
-            chosen = plan.choose(stage, q, causal=True, **options)
+            chosen = plan.choose(stage, q, visible=0, **options)
             return *plan.forward(q, k, v, 0, scale, *chosen), 0
         o, lse = flash.attention(q, k, v, causal=mask == "bottom", stage=stage, return_lse=True, **options)
     return o, lse, k.shape[2] - q.shape[2] if mask else None

@@ -322,6 +322,19 @@ def test_refused(mask, message):
             call(q, k, v, mask=mask())
 
 
+@pytest.mark.parametrize("mask, most", [
+    (M.window(1023, 0), 1024), (M.window(-1, 0), None), (M.causal() & M.window(3, 4), 8),
+    (M.window(9, 0) & M.padding(torch.tensor([3])) & M.window(2, 1), 4), (M.window(3, 4) | M.causal(), None),
+    (M.causal(), None)], ids=str)
+def test_tiles_by_the_width_of_a_window(mask, most):
+    """A narrow one gets smaller tiles; no other mask does, whatever its size."""
+    q = torch.zeros(1, 1, 1, 64, dtype=torch.bfloat16).expand(1, 16, 16384, 64)
+    bound = mask.bind(q, q)
+    assert bound.window == most if most else bound.window > 1 << 29
+    _, tiles = plan.choose("ampere_tuned", q, visible=bound)
+    assert tiles == ({"Br": 64, "Bc": 64} if most else {"Br": 128, "Bc": 128})
+
+
 @pytest.mark.usefixtures("nothing_is_built")
 def test_refused_by_stages():
     q, k, v = qkv()

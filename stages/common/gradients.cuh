@@ -41,21 +41,30 @@ __device__ __forceinline__ void store8(ELEMENT* matrix, int64_t index, const flo
   reinterpret_cast<uint4*>(matrix)[index / 8] = make_uint4(rounded[0], rounded[1], rounded[2], rounded[3]);
 }
 
-// dQ = scale * dQ_accum, the sum of its copies. Of 8 columns of a row, 4 lanes had 2 each.
+// dQ = scale * dQ_accum, the sum of its copies. Of each fragment a thread has rows `row` and row + 8: the 16
+// numbers of four lanes, which lie in a row. So a warp reads 2048 bytes in a row.
+constexpr int convert_rows = 2 * block_rows;
+
 __global__ void __launch_bounds__(256) convert_dQ_kernel(BwdParams p, const float* dQ_accum, int dQ_copies) {
-  const int blocks = ceil_div(p.N_q, block_rows), bh = blockIdx.x / blocks, N = padded(p.N_q);
-  const int row = blockIdx.x % blocks * block_rows + threadIdx.x / row_threads;
-  const int col = threadIdx.x % row_threads * 8;
-  if (row >= p.N_q || col >= HEAD_DIM) return;
-  float sum[8] = {};
+  const int blocks = ceil_div(p.N_q, convert_rows), bh = blockIdx.x / blocks, N = padded(p.N_q);
+  const int fragment = threadIdx.x / 8, col = fragment % row_threads * 8, in_fragment = threadIdx.x % 8;
+  const int strip = blockIdx.x % blocks * convert_rows + fragment / row_threads * 16;    // of 16 rows
+  if (strip >= p.N_q || col >= HEAD_DIM) return;
+  float sum[2][8] = {};
   for (int copy = 0; copy < dQ_copies; copy++) {
-    const float* from = dQ_accum + ((copy * (int64_t)p.B * p.H + bh) * N + row / 16 * 16) * HEAD_DIM +
-                        16 * col + row % 8 * 16 + row % 16 / 8 * 2;
+    const float* from = dQ_accum + ((copy * (int64_t)p.B * p.H + bh) * N + strip) * HEAD_DIM + 16 * col +
+                        16 * in_fragment;
     for (int e = 0; e < 8; e += 2) {
-      const float2 x = *reinterpret_cast<const float2*>(from + 2 * e);
-      sum[e] += x.x;
-      sum[e + 1] += x.y;
+      const float4 x = *reinterpret_cast<const float4*>(from + 2 * e);
+      sum[0][e] += x.x;
+      sum[0][e + 1] += x.y;
+      sum[1][e] += x.z;
+      sum[1][e + 1] += x.w;
     }
   }
-  store8(p.dQ.head(bh / p.H, bh % p.H), row * p.dQ.stride_n + col, sum, p.scale);
+  for (int half = 0; half < 2; half++) {
+    const int row = strip + in_fragment + 8 * half;
+    if (row < p.N_q)
+      store8(p.dQ.head(bh / p.H, bh % p.H), row * p.dQ.stride_n + col, sum[half], p.scale);
+  }
 }

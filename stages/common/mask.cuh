@@ -38,7 +38,8 @@ struct TileList {
 // Made once a block. Asked in two places: which tiles there are (S_ij is skipped, cut or whole), and within a
 // tile that it cuts, element by element.
 struct Mask {
-  static constexpr bool is_range = Rule::is_range, scores = Rule::scores;
+  static constexpr bool is_range = Rule::is_range, scores = Rule::scores, all_keys = Rule::all_keys;
+  static constexpr int sides = is_range && !Rule::from_0 ? 2 : 1;  // 2: a row's keys do not begin at 0
   int N_q, N_k;
   Rule rule;
   Dropout dropout;
@@ -60,12 +61,27 @@ struct Mask {
     return sees_by(rule, min(row, N_q - 1), min(col, N_k - 1)) & (row < N_q) & (col < N_k);
   }
 
-  // Does it see the key of col + c? Any row may be asked for, where nobody uses what is past the end. c is
-  // apart, as it is a constant where a loop is unrolled: then an element takes one comparison, with a
-  // constant.
+  // Does it see the key of col + c, of a mask with one side? Any row may be asked for, where nobody uses
+  // what is past the end. c is apart, as it is a constant where a loop is unrolled: then an element takes one
+  // comparison, with a constant.
   __device__ bool sees_key(int row, int col, int c) const {
     if (!Rule::is_range) return sees(row, col + c);
-    return c < min(N_k, rule.end_key(row)) - col && (Rule::from_0 || c >= rule.first_key(row) - col);
+    return c < min(N_k, rule.end_key(row)) - col;
+  }
+
+  // Of one with two sides: which of the keys col + 8 n + c does it see, for n < n_tiles and c = 0, 1? Bit
+  // 2 n + c says so. (That takes fewer instructions than two comparisons for each.)
+  template <int n_tiles>
+  __device__ unsigned seen_keys(int row, int col) const {
+    const unsigned before_end = bits_before<n_tiles>(min(N_k, rule.end_key(row)) - col);
+    return before_end & ~bits_before<n_tiles>(rule.first_key(row) - col);
+  }
+
+  // In the backward pass, by one side: side 0, the keys from a row's end on, or 1, those before its first.
+  // Rows past the end are not asked for.
+  __device__ bool sees(int row, int col, int side) const {
+    if (sides == 1) return sees(row, col);
+    return side == 0 ? col < min(N_k, rule.end_key(row)) : col >= rule.first_key(row);
   }
 
   // A score of the query of `row` and the key of `col`, which is x, scaled; and the derivative by x
@@ -138,6 +154,15 @@ struct Mask {
            (!Rule::from_0 && col < rule.first_key(end_row - 1));
   }
 
+  // The same by one side of two. (Asked for both first, a window's backward at d=128 spills 96 bytes a
+  // thread, else 240.)
+  template <class Tiles>
+  __device__ bool cuts(const Tiles& tiles, int t, int j, int side) const {
+    if (sides == 1 || !cuts(tiles, t, j)) return cuts(tiles, t, j);
+    if (side == 0) return min(N_k, rule.end_key(t * BLOCK_R)) < (j + 1) * BLOCK_C;
+    return rule.first_key((t + 1) * BLOCK_R - 1) > j * BLOCK_C;
+  }
+
  private:
   // --- how many keys a row sees
   // those before rule.end_key(row), but for the first ones
@@ -145,6 +170,14 @@ struct Mask {
   // ---
   // These are the first ones.
   __device__ int unseen_by(int row) const { return min(max(rule.first_key(row), 0), N_k); }
+
+  // A word with a bit for each of the elements 8 n + c of a row, c = 0 or 1, that are before `end`
+  template <int n_tiles>
+  __device__ static unsigned bits_before(int end) {
+    static_assert(n_tiles <= 16, "a word has 32 bits");
+    const unsigned inside = min(max(end, 0), 8 * n_tiles), bits = (inside + 7) / 8 + (inside + 6) / 8;
+    return bits < 32 ? (1u << bits) - 1 : 0xffffffff;
+  }
 
   // The first tile of Q that `holds`, where those after it do, too: found by halves
   template <class F>

@@ -43,7 +43,7 @@ struct Tile { int row, end_row, col, end_col; };      // up to, but not includin
 // sees(row, col): does the query of `row` see the key of `col`? Which tiles are skipped and which are cut is
 // found by asking for each of their elements, before the stage's kernel runs: tile_lists.cuh.
 struct AnyKeys {
-  static constexpr bool is_range = false, from_0 = false;
+  static constexpr bool is_range = false, from_0 = false, all_keys = false;
   // It may know that only keys from first_key(row) to end_key(row) - 1 are worth asking for: see KeyRange.
   __device__ int first_key(int row) const { return 0; }
   __device__ int end_key(int row) const { return INT_MAX; }
@@ -74,6 +74,7 @@ struct KeysFrom0 : KeyRange {
 
 // All of them; for masks that change scores alone, too
 struct AllKeys : KeysFrom0 {
+  static constexpr bool all_keys = true;
   int N_k;
   __device__ AllKeys(const Arguments& a, int b, int h) : N_k(a.N_k) {}
   __device__ int end_key(int row) const { return N_k; }
@@ -119,6 +120,7 @@ __device__ Extent<T> extent_of(const T* ids, int64_t stride, int first, int end)
 template <class A, class B, int tensors, int ints, int floats>
 struct And {
   static constexpr bool is_range = A::is_range && B::is_range, from_0 = A::from_0 && B::from_0;
+  static constexpr bool all_keys = A::all_keys && B::all_keys;
   static constexpr bool scores = A::scores || B::scores, has_gradient = A::has_gradient || B::has_gradient;
   A a;
   B b;

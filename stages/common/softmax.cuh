@@ -22,13 +22,16 @@ __device__ __forceinline__ void mask_tile(float (&S)[n_tiles][4], const Mask& ma
   col += threadIdx.x % 4 * 2;
   #pragma unroll
   for (int r = 0; r < 2; r++) {
+    const unsigned seen = Mask::sides == 2 && cut ? mask.seen_keys<n_tiles>(row + 8 * r, col) : 0;
     #pragma unroll
     for (int n = 0; n < n_tiles; n++) {
       #pragma unroll
       for (int c = 0; c < 2; c++) {
         float& x = S[n][2 * r + c];
         if (Mask::scores) x = score2(mask, scale_log2(scale) * x, row + 8 * r, col + 8 * n + c);
-        if (cut && !mask.sees_key(row + 8 * r, col, 8 * n + c)) x = -INFINITY;
+        const bool sees = Mask::sides == 2 ? seen >> (2 * n + c) & 1
+                                          : mask.sees_key(row + 8 * r, col, 8 * n + c);
+        if (cut && !sees) x = -INFINITY;
       }
     }
   }
