@@ -71,7 +71,7 @@ struct BwdParams {           // launch.py fills its twin, field for field
   float* dsink;              // (B, H, N_q), to be written: of each row its part of the sink's gradient
 };
 
-constexpr int d_v = HEAD_DIM_V;            // columns of V and O, and of their gradients: d, or fewer
+[[maybe_unused]] constexpr int d_v = HEAD_DIM_V;     // columns of V and O, dV and dO: d, or fewer
 
 #include STAGE_FILE
 #include "stages/common/mask.cuh"        // if the stage has not: its lists of tiles

@@ -92,7 +92,7 @@ struct FwdParams {           // launch.py fills its twin, field for field
   float dropout;             // with this probability an element of P becomes 0
 };
 
-constexpr int d_v = HEAD_DIM_V;            // columns of V and O, and of their gradients: d, or fewer
+[[maybe_unused]] constexpr int d_v = HEAD_DIM_V;     // columns of V and O, dV and dO: d, or fewer
 
 #include STAGE_FILE
 #include "stages/common/mask.cuh"        // if the stage has not: its lists of tiles
