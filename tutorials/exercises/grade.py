@@ -24,7 +24,8 @@ from flash_ladder.simulator.tables import format_bytes
 
 from .cases import CASES, ORDER, SCORE, Case, inputs_of
 from .comparison import difference
-from .exercise import Exercise, problem_of, read_answer, sections
+from .exercise import Exercise, sections
+from .handed_in import problem_of, read_answer
 from .probes import Probe
 
 TOO_LONG = "ran longer than"  # what the simulator says of a kernel that it has stopped
