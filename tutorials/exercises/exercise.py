@@ -6,9 +6,9 @@ The blanks are sections of the stage files, between a comment that begins with `
     ...
     // ---
 
-So an exercise changes with its stage. A bug hunt has no blanks, but a stage that is broken on purpose. Where
-the blank or the bug is in a file of stages/common, that file stands in the learner's file in place of its
-#include.
+So an exercise changes with its stage; or with the file of stages/masks that it is about, and which its stage
+is compiled with. A bug hunt has no blanks, but a stage or a mask that is broken on purpose. Where the blank
+or the bug is in a file of stages/common, that file stands in the learner's file in place of its #include.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ COMMAND = "python -m tutorials.exercises"
 YOUR_CODE = "// your code"
 HINTS = "#pragma region Hint"
 TELLING = 20  # letters and digits of a line that says something
-COMMON = flash.STAGES / "common"
+COMMON, MASKS = flash.STAGES / "common", flash.STAGES / "masks"
 FIELD = re.compile(rf"// ({'|'.join(flash.FIELDS)}):")
 _INCLUDE = re.compile(r'^#include "(?:common/)?(\w+\.cuh)"$', re.M)
 
@@ -70,6 +70,8 @@ class Exercise:
         lesson: the notebook that it belongs to, such as "04".
         direction, stage: "fwd" or "bwd", and the stage's name.
         sections: the titles of the stage's sections that are blank; none for a bug hunt.
+        mask: the mask of stages/masks that it is about, which the stage is compiled with; "" if it is about
+            the stage.
         common: the files of stages/common, such as "mask.cuh", in which blanks or bugs are.
         specification: what the blanks are to do, or what is wrong: paragraphs with an empty line between.
         hints: from a nudge to nearly the answer.
@@ -95,6 +97,7 @@ class Exercise:
     hints: tuple[str, ...]
     mutants: tuple[Mutant, ...]
     sections: tuple[str, ...] = ()
+    mask: str = ""
     common: tuple[str, ...] = ()
     answer: str = ""
     broken: tuple[Change, ...] = ()
@@ -110,9 +113,19 @@ class Exercise:
         return not self.sections
 
     @property
+    def compiled_with(self) -> flash.Stage:
+        """The stage."""
+        return next(s for s in flash.stages(self.direction) if s.name == self.stage)
+
+    @property
     def path(self) -> Path:
-        """The stage's file: the reference."""
-        return next(s.path for s in flash.stages(self.direction) if s.name == self.stage)
+        """The mask's file, or the stage's: the reference."""
+        return MASKS / f"{self.mask}.cuh" if self.mask else self.compiled_with.path
+
+    @property
+    def subject(self) -> str:
+        """What the file is, such as "fwd flash2"."""
+        return f"mask {self.mask}" if self.mask else f"{self.direction} {self.stage}"
 
     @property
     def file_name(self) -> str:
@@ -124,7 +137,7 @@ class Exercise:
         return sum(len(code_lines(section)) for section in self.answers().values())
 
     def reference(self) -> str:
-        """The text of the stage, with the files `common` in place of their #include."""
+        """The text of the file, with the files `common` in place of their #include."""
         return inlined(self.path.read_text(), *self.common)
 
     def answers(self) -> dict[str, str]:
@@ -142,12 +155,12 @@ class Exercise:
         return {line for line in asked - given if len(re.findall(r"\w", line)) >= TELLING}
 
     def file_of(self, title: str) -> Path:
-        """The file that has the section of this title: the stage's, or one of stages/common."""
+        """The file that has the section of this title: the reference, or one of stages/common."""
         files = [self.path, *(COMMON / name for name in self.common)]
         return next(file for file in files if title in sections(file.read_text()))
 
     def learners_file(self) -> str:
-        """The text of the file that a learner gets: the stage with blanks, or broken."""
+        """The text of the file that a learner gets: the reference with blanks, or broken."""
         text = self.reference()
         for change in self.broken:
             text = change.apply(text)
@@ -157,7 +170,8 @@ class Exercise:
         first, rest = text.split("\n", 1)
         header = [first]
         lines = rest.split("\n")
-        while lines and (FIELD.match(lines[0]) or re.match(r"// {8,}", lines[0])):
+        title = r"//(?! ---)" if self.mask else rf"{FIELD.pattern}|// {{8,}}"
+        while lines and re.match(title, lines[0]):
             header.append(lines.pop(0))
         if lines[:1] == ["//"]:
             del lines[0]

@@ -9,7 +9,7 @@ import stat
 from pathlib import Path
 
 from .exercise import COMMAND, FIELD, Exercise, code_lines, sections, with_sections
-from .probes import without_device
+from .probes import OF_A_RULE, without_device
 
 MOST_BYTES = 200_000  # of a file that is handed in: ten times the longest that `new` writes
 QUOTED = 200          # characters of a line of it, in messages
@@ -56,9 +56,9 @@ def problem_of(exercise: Exercise, text: str) -> tuple[str, str] | None:
         line = 1 + text.count("\n", 0, found.start())
         name = "carriage return" if found[0] == "\r" else "null byte"
         return "changed", f"There is a {name} within line {line}: take it out."
-    (title, *expected), theirs = (_registry_lines(t) for t in (given, text))
-    if theirs[:1] and _TITLE.match(theirs[0]):
-        expected = [title, *expected]
+    expected, theirs = (_registry_lines(t) for t in (given, text))
+    if not (theirs and _TITLE.match(theirs[0])):
+        expected = [line for line in expected if not _TITLE.match(line)]
     for line, other in itertools.zip_longest(expected, theirs, fillvalue=""):
         if line != other:
             return "changed", (
@@ -68,7 +68,7 @@ def problem_of(exercise: Exercise, text: str) -> tuple[str, str] | None:
         if code_lines(text) == code_lines(given):
             return "not started", ("Nothing is changed yet: the bug is still in. The text at the top of the "
                                    "file says what is seen of it.")
-        return _host_function(text)
+        return _host_function(exercise, text)
     try:
         theirs = sections(text)
     except ValueError as error:
@@ -93,11 +93,11 @@ def problem_of(exercise: Exercise, text: str) -> tuple[str, str] | None:
         if line != other:
             return "changed", (f"Something else than the blanks has changed: {_instead(line, other)} Put "
                                "that back: only what is between the comments with --- is yours.")
-    return _host_function(text)
+    return _host_function(exercise, text)
 
 
-def _host_function(text: str) -> tuple[str, str] | None:
-    found = without_device(text)
+def _host_function(exercise: Exercise, text: str) -> tuple[str, str] | None:
+    found = without_device(text, OF_A_RULE if exercise.mask else ())
     if not found:
         return None
     name, line = found
