@@ -103,12 +103,14 @@ def sink(scores: torch.Tensor, sinks: list[float]) -> Figure:
     for axes, logit in zip(panels, [-torch.inf, *sinks], strict=True):
         logits = torch.cat((torch.tensor([logit]), scores))
         share, *P = logits.softmax(0).tolist()
-        axes.bar(range(len(P)), P, color=COLOURS["P"])
+        axes.bar(range(1, 1 + len(P)), P, color=COLOURS["P"])
+        title, ticks = "no sink", [f"{s:g}" for s in scores.tolist()]
         if logit > -torch.inf:
-            axes.bar([-1.6], [share], color=COLOURS["grey"])
-        title = "no sink" if logit == -torch.inf else f"sink = {logit:g}: it takes {share:.0%}"
+            axes.bar([-0.5], [share], color=COLOURS["grey"])
+            title = f"sink = {logit:g}: it takes {share:.0%}"
         axes.set_title(title, fontsize=9)
-        axes.set(xticks=[*range(len(P))], xticklabels=[f"{s:g}" for s in scores.tolist()])
+        axes.set(xlim=(-1.2, len(P) + 0.7), xticks=[-0.5, *range(1, 1 + len(P))],
+                 xticklabels=["sink" if logit > -torch.inf else "", *ticks])
         axes.set_xlabel("scores of the keys", fontsize=9)
         axes.spines[["top", "right"]].set_visible(False)
     panels[0].set_ylabel("share of the row")
