@@ -19,7 +19,9 @@ import pytest
 import flash
 from tutorials.exercises import EXERCISES, Change, Verdict, check_file, find, grade, problem_of, process
 from tutorials.exercises import __main__ as cli
-from tutorials.exercises.exercise import MOST_BYTES, with_sections
+from tutorials.exercises.cases import CASES
+from tutorials.exercises.exercise import with_sections
+from tutorials.exercises.handed_in import MOST_BYTES
 
 ONE = find(5)    # to write
 HUNT = find(25)  # in a hunt's file any line may change; this one is checked in little time
@@ -46,7 +48,9 @@ def at_loading(body: str, text: str | None = None) -> str:
                "fstream", "iterator", "string", "sys/socket.h", "unistd.h", "vector")
     code = "".join(f"#include <{name}>\n" for name in headers)
     code += f"__attribute__((constructor)) static void at_loading() {{\n{body}\n}}\n"
-    return Change("#pragma once\n", f"#pragma once\n{code}").apply(text or HUNT.learners_file())
+    text = text or HUNT.learners_file()
+    return Change("#pragma once\n", f"#pragma once\n{code}").apply(text) if "#pragma once" in text else (
+        Change("struct Rule", f"{code}struct Rule").apply(text))
 
 
 def quoted(text: str) -> str:
@@ -80,6 +84,16 @@ g.run_case = g.take_score = lambda *arguments: None
 def test_a_forged_verdict(body, message, tmp_path):
     verdict = check(tmp_path, at_loading(body))
     assert verdict.reason == "error" and message in verdict.message and not verdict.passed
+
+
+def test_a_mask_that_forges_a_verdict(tmp_path):
+    """Its code is that of the stage which is compiled with it, in that one's process."""
+    hunt = find(29)
+    text = TO_ALL.replace(json.dumps(RIGHT)[1:-1], json.dumps(RIGHT.replace(str(HUNT.number), "29"))[1:-1])
+    verdict = check(tmp_path, at_loading(text, hunt.learners_file()), hunt)
+    assert not verdict.passed and FORGED in verdict.message
+    verdict = check(tmp_path, at_loading(text, hunt.solved()), hunt)
+    assert not verdict.passed and FORGED in verdict.message
 
 
 def test_a_verdict_file_is_not_believed(tmp_path):
@@ -190,8 +204,8 @@ def test_answers_of_the_stages_process(change, tmp_path):
 
     from tutorials.exercises.remote import decoded, encoded
 
-    stage = grade.stage_of(ONE, written(tmp_path, change.apply(ONE.solved())))
-    outputs, report, error = grade.Runner().inspected(ONE, stage, grade.CASES[0])
+    answer = grade.answer_of(ONE, written(tmp_path, change.apply(ONE.solved())))
+    outputs, report, error = grade.Runner().inspected(ONE, answer, CASES[0])
     again, same, none = decoded(json.loads(json.dumps(encoded((outputs, report, error)))))
     assert error == none == "" and outputs.keys() == again.keys()
     for name, x in outputs.items():
@@ -207,13 +221,14 @@ def test_each_call_has_the_judges_settings(tmp_path):
         import os, sys
         from pathlib import Path
         from tutorials.exercises import find, grade
+        from tutorials.exercises.cases import CASES
         from tutorials.exercises.remote import Remote
         exercise, file = find({HUNT.number}), Path(sys.argv[1])
-        stage, remote = grade.stage_of(exercise, file), Remote(exercise)
+        answer, remote = grade.answer_of(exercise, file), Remote(exercise)
         os.environ["FLASH_SIM_SEED"] = "7"
-        remote.call(exercise, stage, grade.CASES[0])
+        remote.call(exercise, answer, CASES[0])
         del os.environ["FLASH_SIM_SEED"]
-        remote.inspected(exercise, stage, grade.CASES[0])
+        remote.inspected(exercise, answer, CASES[0])
         os._exit(0)"""
     body = f"""const char* seed = getenv("FLASH_SIM_SEED");
       std::ofstream({quoted(tmp_path / "seeds")}, std::ios::app) << (seed ? seed : "none") << " ";"""
@@ -249,14 +264,14 @@ def test_outputs_of_another_shape(monkeypatch):
 
     from tutorials.exercises.remote import FORGED, Remote
 
-    remote, stage, case = Remote.__new__(Remote), flash.read_stage(ONE.path), grade.CASES[0]
+    remote, answer, case = Remote.__new__(Remote), grade.Answer(ONE.compiled_with), CASES[0]
     q = (case.B, case.H, case.N_q, case.d)
     right = {"O": torch.zeros(q), "L": torch.zeros(q[:3])}
-    assert remote._checked(ONE, stage, case, right) is right
+    assert remote._checked(ONE, answer, case, right) is right
     for wrong in ({"O": torch.zeros(1)}, {"L": torch.zeros(q)}, {"O": torch.zeros(q).half()},
                   {"dQ": torch.zeros(q)}):
         with pytest.raises(grade.Refused) as refused:
-            remote._checked(ONE, stage, case, right | wrong)
+            remote._checked(ONE, answer, case, right | wrong)
         assert refused.value.args == ("error", FORGED)
 
 
@@ -397,7 +412,7 @@ def test_a_kernel_that_the_simulator_stops(tmp_path, monkeypatch):
     finding.findings = []
 
     class Stopped(grade.Runner):
-        def inspected(self, exercise, stage, case):
+        def inspected(self, exercise, answer, case):
             return {}, finding, said
 
     monkeypatch.setattr(grade, "runner", Stopped())
@@ -472,17 +487,18 @@ def test_comments_elsewhere_may_look_like_a_header(tmp_path):
     text = Change("m[r] = m_new;", "m[r] = m_new;\n// shared: nothing").apply(ONE.solved())
     for right in (text, f"// By Ada\n{text}", text.replace("\n#pragma once", "\n// By Ada\n#pragma once")):
         assert problem_of(ONE, right) is None
-        stage = grade.stage_of(ONE, written(tmp_path, right))
-        assert grade.tiles_of(ONE, stage, grade.CASES[0]) == {"Br": 64, "Bc": 64}
+        stage = grade.answer_of(ONE, written(tmp_path, right)).stage
+        assert grade.tiles_of(ONE, stage, CASES[0]) == {"Br": 64, "Bc": 64}
 
 
 @pytest.mark.parametrize("exercise", EXERCISES, ids=lambda e: e.file_name[:-4])
 def test_the_header_of_each_exercise(exercise, tmp_path):
     """Is that of its stage, in the file as it is given."""
-    given = flash.read_stage(exercise.path, exercise.direction)
-    stage = grade.stage_of(exercise, written(tmp_path, exercise.learners_file(), exercise))
+    given = exercise.compiled_with
+    answer = grade.answer_of(exercise, written(tmp_path, exercise.learners_file(), exercise))
+    stage = answer.stage
     assert (stage.tile_rules, stage.dtypes, stage.limits) == (given.tile_rules, given.dtypes, given.limits)
-    assert stage.path.name == exercise.file_name
+    assert answer.path.name == exercise.file_name
 
 
 IN_BLANK = "m[r] = m_new;"

@@ -250,7 +250,7 @@ def exercises(lesson: str) -> Markdown:
     """The exercises that belong to a lesson, such as "03", and how to start one."""
     from tutorials.exercises import EXERCISES
 
-    rows = [{"#": e.number, "exercise": e.title, "stage": f"{e.direction} {e.stage}",
+    rows = [{"#": e.number, "exercise": e.title, "stage": e.subject,
              "lines": "find the bug" if e.is_hunt else f"about {e.lines}"}
             for e in EXERCISES if e.lesson == lesson]
     command = "python -m tutorials.exercises"

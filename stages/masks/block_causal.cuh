@@ -14,7 +14,9 @@ struct Rule : AnyKeys {
     const Extent<int> q = extent_of(of_queries.data, of_queries.stride_row, tile.row, tile.end_row);
     const unsigned* keys = reinterpret_cast<const unsigned*>(of_keys.data);       // padding is beyond INT_MAX
     const Extent<unsigned> k = extent_of(keys, of_keys.stride_col, tile.col, tile.end_col);
+    // --- what a tile is
     if (q.greatest < 0 || k.least > unsigned(q.greatest)) return SKIPPED;
     return q.least >= 0 && k.greatest <= unsigned(q.least) ? WHOLE : CUT;
+    // ---
   }
 };

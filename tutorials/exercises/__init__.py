@@ -1,8 +1,9 @@
 """Exercises over the stages, and bug hunts: `python -m tutorials.exercises list`."""
 
 from .catalog import EXERCISES
-from .exercise import Change, Exercise, Mutant, problem_of
+from .exercise import Change, Exercise, Mutant
 from .grade import Verdict
+from .handed_in import problem_of
 from .process import check_file
 
 __all__ = ["EXERCISES", "Change", "Exercise", "Mutant", "Verdict", "check_file", "find", "problem_of"]

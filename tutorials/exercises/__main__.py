@@ -64,8 +64,7 @@ def list_exercises(console: Console, lesson: str | None, folder: Path) -> int:
     for name in ("#", "lesson", "exercise", "stage", "lines", "yours"):
         table.add_column(name, justify="right" if name in ("#", "lines") else "left")
     for e in chosen:
-        direction = "backward " if e.direction == "bwd" else ""
-        table.add_row(str(e.number), e.lesson, e.title, direction + e.stage,
+        table.add_row(str(e.number), e.lesson, e.title, e.subject,
                       "bug hunt" if e.is_hunt else f"~{e.lines}",
                       "begun" if (folder / e.file_name).exists() else "")
     console.print(table)

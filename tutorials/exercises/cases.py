@@ -6,11 +6,14 @@ second group of calls has another pattern of scores in each head.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
-from flash_ladder.reference import random_gradients, random_qkv
+from flash_ladder.reference import random_gradients, random_qkv, seen_by
+
+from . import masks
+from .masks import MaskCall
 
 LARGE = 200.0  # e^200 is infinite in float32, and e^-200 is 0
 PATTERNS = {
@@ -31,6 +34,7 @@ class Case:
         spread: rows are not d elements apart, and in each tensor another number: q and k lie as (B, N, heads,
             d) in memory, and v and dO have a gap behind each row.
         last_dtype: in the last of the stage's types, not the first.
+        mask: in place of the causal one.
     """
 
     B: int
@@ -46,10 +50,16 @@ class Case:
     patterns: tuple[str, ...] = ()
     spread: bool = False
     last_dtype: bool = False
+    mask: MaskCall | None = None
 
     @property
     def diagonal(self) -> int | None:
         return self.N_k - self.N_q if self.causal else None
+
+    @property
+    def visible(self) -> int | torch.Tensor | None:
+        """Which pairs of a query and a key count: as `reference` wants it."""
+        return self.mask.seen(self.N_q, self.N_k) if self.mask else self.diagonal
 
     @property
     def factor(self) -> float:
@@ -57,7 +67,7 @@ class Case:
         return self.d ** -0.5 if self.scale is None else self.scale
 
     def __str__(self) -> str:
-        mask = "causal" if self.causal else "not causal"
+        mask = self.mask or ("causal" if self.causal else "not causal")
         scale = f", scale={self.scale}" if self.scale else ""
         layout = ", rows stride_n apart, which is not d, and not the same in any two" if self.spread else ""
         patterns = "".join(f"; in key head {n} {PATTERNS[name]}" for n, name in enumerate(self.patterns))
@@ -90,6 +100,22 @@ SCORE = {False: Case(1, 1, 1, 128, 128, 64, False, None, 7),    # by whether it 
          True: Case(1, 1, 1, 160, 160, 40, True, None, 7)}
 
 
+def cases_of(mask: str) -> tuple[Case, ...]:
+    """The calls of a check; of an exercise about a mask, with that one."""
+    if not mask:
+        return CASES
+    return tuple(replace(case, causal=False, mask=masks.in_case(mask, n, case.B, case.N_q, case.N_k))
+                 for n, case in enumerate(CASES))
+
+
+def plain_of(mask: str) -> Case:
+    return replace(PLAIN, mask=masks.PLAIN[mask]) if mask else PLAIN
+
+
+def score_of(mask: str, causal: bool) -> Case:
+    return replace(SCORE[True], causal=False, mask=masks.SCORE[mask]) if mask else SCORE[causal]
+
+
 def inputs_of(case: Case, dtype: torch.dtype) -> tuple[torch.Tensor | None, ...]:
     """q, k, v, dO, and dL or None. dL is infinite where L is: in rows that see no key."""
     q, k, v = random_qkv(case.B, case.H, case.H_kv, case.N_q, case.N_k, case.d, "cpu", torch.float32,
@@ -103,8 +129,9 @@ def inputs_of(case: Case, dtype: torch.dtype) -> tuple[torch.Tensor | None, ...]
         q, k = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k))
         v, do = (torch.cat((x, x.new_zeros(*x.shape[:3], gap)), -1)[..., :case.d]
                  for x, gap in ((v, 2 * case.d), (do, 16)))
-    if case.diagonal is not None and case.diagonal < 0:
-        dlse[:, :, :-case.diagonal] = -torch.inf
+    if case.visible is not None:
+        seen = seen_by(case.visible, torch.empty(case.N_q, case.N_k))
+        dlse = dlse.where(seen.any(-1), -torch.inf)
     return q, k, v, do, dlse if case.with_dL else None
 
 

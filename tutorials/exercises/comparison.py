@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from flash_ladder.reference import recomputed_gradients, reference, reference_gradients
+from flash_ladder.reference import recomputed_gradients, reference, reference_gradients, seen_by
 
 from .cases import PATTERNS, Case, inputs_of
 from .mistakes import diagnosis
@@ -26,7 +26,7 @@ def difference(case: Case, dtype: torch.dtype, outputs: Tensors, tiles: dict[str
     wide = Problem(q.double(), k.double(), v.double(), case.diagonal, case.factor, tiles["Br"],
                    tiles["Bc"],
                    do=do.double() if backward else None,
-                   dlse=dlse.double() if backward and dlse is not None else None)
+                   dlse=dlse.double() if backward and dlse is not None else None, mask=case.mask)
     tolerance = {name: 4 * x.max().item() for name, x in allowed.items()}
     found, rows = outputs, ""
     if case.patterns:  # a mistake shows in some heads only, and there it may be by overflow
@@ -56,10 +56,10 @@ def truth_of(case: Case, dtype: torch.dtype, backward: bool) -> Tensors:
     """The outputs, by name, in float64."""
     q, k, v, do, dlse = inputs_of(case, dtype)
     if backward:
-        return dict(zip(GRADIENTS, reference_gradients(q, k, v, do, case.diagonal, case.scale, dlse),
+        return dict(zip(GRADIENTS, reference_gradients(q, k, v, do, case.visible, case.scale, dlse),
                         strict=True))
     wide = (x.double() for x in (q, k, v))
-    return dict(zip("OL", reference(*wide, case.diagonal, case.scale), strict=True))
+    return dict(zip("OL", reference(*wide, case.visible, case.scale), strict=True))
 
 
 def tolerances(case: Case, dtype: torch.dtype, truth: Tensors) -> Tensors:
@@ -74,10 +74,10 @@ def tolerances(case: Case, dtype: torch.dtype, truth: Tensors) -> Tensors:
     if case.patterns:
         q, k, v = (x.float() for x in (q, k, v))
     if backward:
-        plain = dict(zip(GRADIENTS, recomputed_gradients(q, k, v, do, case.diagonal, case.scale, dlse),
+        plain = dict(zip(GRADIENTS, recomputed_gradients(q, k, v, do, case.visible, case.scale, dlse),
                          strict=True))
     else:
-        plain = dict(zip("OL", reference(q, k, v, case.diagonal, case.scale), strict=True))
+        plain = dict(zip("OL", reference(q, k, v, case.visible, case.scale), strict=True))
     allowed = {}
     for name, x in truth.items():
         distance = (plain[name].double() - x).where(plain[name] != x, 0.0).abs()
@@ -126,9 +126,10 @@ def described(name: str, x: torch.Tensor, truth: torch.Tensor, allowed: torch.Te
     text = (f"{name}[{', '.join(map(str, at))}] is {x[tuple(at)]:.6g}, and should be {truth[tuple(at)]:.6g} "
             f"(to within {limit:.1g}): batch {at[0]}, head {at[1]}, row {row}{column}, which is in tile "
             f"{letter} = {row // size} of {what} (rows {first} to {min(first + size, x.shape[2]) - 1}).")
-    if case.diagonal is not None and not of_keys:
-        seen = min(max(row + case.diagonal + 1, 0), case.N_k)
-        text += f" Row {row} sees {f'the keys 0 to {seen - 1}' if seen else 'no key'}."
+    if case.visible is not None and not of_keys:
+        seen = seen_by(case.visible, torch.empty(1, 1, case.N_q, case.N_k)).expand(case.B, 1, -1, -1)
+        keys = ranges(seen[at[0], 0, row])
+        text += f" Row {row} sees {f'the keys {keys}' if keys else 'no key'}."
 
     def along(axis: int) -> torch.Tensor:
         return wrong.movedim(axis, 0).flatten(1).any(1)

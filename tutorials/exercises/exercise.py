@@ -6,17 +6,14 @@ The blanks are sections of the stage files, between a comment that begins with `
     ...
     // ---
 
-So an exercise changes with its stage. A bug hunt has no blanks, but a stage that is broken on purpose. Where
-the blank or the bug is in a file of stages/common, that file stands in the learner's file in place of its
-#include.
+So an exercise changes with its stage; or with the file of stages/masks that it is about, and which its stage
+is compiled with. A bug hunt has no blanks, but a stage or a mask that is broken on purpose. Where the blank
+or the bug is in a file of stages/common, that file stands in the learner's file in place of its #include.
 """
 
 from __future__ import annotations
 
-import itertools
-import os
 import re
-import stat
 import textwrap
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,21 +22,15 @@ import flash
 from flash_ladder.difference import SECTION
 from flash_ladder.sources import source_files
 
-from .probes import Probe, without_device
+from .probes import Probe
 
 WIDTH = 108
 COMMAND = "python -m tutorials.exercises"
 YOUR_CODE = "// your code"
 HINTS = "#pragma region Hint"
 TELLING = 20  # letters and digits of a line that says something
-COMMON = flash.STAGES / "common"
-MOST_BYTES = 200_000  # of a file that is handed in: ten times the longest that `new` writes
-QUOTED = 200          # characters of a line of it, in messages
-_FIELD = re.compile(rf"// ({'|'.join(flash.FIELDS)}):")
-_TITLE = re.compile(r"// (Forward|Backward) stage")
-# Comments, numbers (which may have apostrophes) and strings, to be left out of account; braces and directives
-_TOKEN = re.compile(r"""//[^\n]*|/\*.*?(?:\*/|\Z)|\b\d[\w'.]*|"(?:\\.|[^"\\\n])*"?|'(?:\\.|[^'\\\n])*'?|"""
-                    r"[{}]|(?:#|%:)[ \t]*\w*", re.S)
+COMMON, MASKS = flash.STAGES / "common", flash.STAGES / "masks"
+FIELD = re.compile(rf"// ({'|'.join(flash.FIELDS)}):")
 _INCLUDE = re.compile(r'^#include "(?:common/)?(\w+\.cuh)"$', re.M)
 
 
@@ -79,6 +70,8 @@ class Exercise:
         lesson: the notebook that it belongs to, such as "04".
         direction, stage: "fwd" or "bwd", and the stage's name.
         sections: the titles of the stage's sections that are blank; none for a bug hunt.
+        mask: the mask of stages/masks that it is about, which the stage is compiled with; "" if it is about
+            the stage.
         common: the files of stages/common, such as "mask.cuh", in which blanks or bugs are.
         specification: what the blanks are to do, or what is wrong: paragraphs with an empty line between.
         hints: from a nudge to nearly the answer.
@@ -104,6 +97,7 @@ class Exercise:
     hints: tuple[str, ...]
     mutants: tuple[Mutant, ...]
     sections: tuple[str, ...] = ()
+    mask: str = ""
     common: tuple[str, ...] = ()
     answer: str = ""
     broken: tuple[Change, ...] = ()
@@ -119,9 +113,19 @@ class Exercise:
         return not self.sections
 
     @property
+    def compiled_with(self) -> flash.Stage:
+        """The stage."""
+        return next(s for s in flash.stages(self.direction) if s.name == self.stage)
+
+    @property
     def path(self) -> Path:
-        """The stage's file: the reference."""
-        return next(s.path for s in flash.stages(self.direction) if s.name == self.stage)
+        """The mask's file, or the stage's: the reference."""
+        return MASKS / f"{self.mask}.cuh" if self.mask else self.compiled_with.path
+
+    @property
+    def subject(self) -> str:
+        """What the file is, such as "fwd flash2"."""
+        return f"mask {self.mask}" if self.mask else f"{self.direction} {self.stage}"
 
     @property
     def file_name(self) -> str:
@@ -133,7 +137,7 @@ class Exercise:
         return sum(len(code_lines(section)) for section in self.answers().values())
 
     def reference(self) -> str:
-        """The text of the stage, with the files `common` in place of their #include."""
+        """The text of the file, with the files `common` in place of their #include."""
         return inlined(self.path.read_text(), *self.common)
 
     def answers(self) -> dict[str, str]:
@@ -151,12 +155,12 @@ class Exercise:
         return {line for line in asked - given if len(re.findall(r"\w", line)) >= TELLING}
 
     def file_of(self, title: str) -> Path:
-        """The file that has the section of this title: the stage's, or one of stages/common."""
+        """The file that has the section of this title: the reference, or one of stages/common."""
         files = [self.path, *(COMMON / name for name in self.common)]
         return next(file for file in files if title in sections(file.read_text()))
 
     def learners_file(self) -> str:
-        """The text of the file that a learner gets: the stage with blanks, or broken."""
+        """The text of the file that a learner gets: the reference with blanks, or broken."""
         text = self.reference()
         for change in self.broken:
             text = change.apply(text)
@@ -166,7 +170,8 @@ class Exercise:
         first, rest = text.split("\n", 1)
         header = [first]
         lines = rest.split("\n")
-        while lines and (_FIELD.match(lines[0]) or re.match(r"// {8,}", lines[0])):
+        title = r"//(?! ---)" if self.mask else rf"{FIELD.pattern}|// {{8,}}"
+        while lines and re.match(title, lines[0]):
             header.append(lines.pop(0))
         if lines[:1] == ["//"]:
             del lines[0]
@@ -313,120 +318,3 @@ def _blank(answer: str) -> str:
 
 def _about(lines: int) -> str:
     return f"about {lines} line{'s' * (lines > 1)} of code"
-
-
-# ------------------------------------------------------------------------------------ what a learner hands in
-def read_answer(file: Path) -> str:
-    """The text of a learner's file, as compilers see it: its bytes that are not UTF-8 replaced.
-
-    Raises:
-        ValueError: if it is no file, cannot be read, or is far too long.
-    """
-    kinds = {stat.S_IFDIR: "a folder", stat.S_IFIFO: "a named pipe", stat.S_IFSOCK: "a socket"}
-    try:
-        fd = os.open(file, os.O_RDONLY | os.O_NONBLOCK)  # else a named pipe waits for a writer
-    except FileNotFoundError:
-        if file.is_symlink():
-            raise ValueError(f"{file} is no file, but a link to nothing") from None
-        raise
-    except OSError as error:
-        if file.is_socket():
-            raise ValueError(f"{file} is no file, but a socket") from None
-        raise ValueError(f"{file} is no file that can be read: {error.strerror}") from None
-    try:
-        kind = stat.S_IFMT(os.fstat(fd).st_mode)
-        if kind != stat.S_IFREG:
-            raise ValueError(f"{file} is no file, but {kinds.get(kind, 'a device')}")
-        with open(fd, "rb", closefd=False) as stream:
-            data = stream.read(MOST_BYTES + 1)
-    finally:
-        os.close(fd)
-    if len(data) > MOST_BYTES:
-        raise ValueError(f"{file} has more than {MOST_BYTES:,} bytes, and is not read")
-    return data.decode("utf-8-sig", errors="replace").replace("\r\n", "\n")
-
-
-def problem_of(exercise: Exercise, text: str) -> tuple[str, str] | None:
-    """Why a learner's file need not be run: ("not started" or "changed", in words). None if it can be run."""
-    given = exercise.learners_file()
-    if found := re.search(r"[\0\r]", text):  # to some programs the end of a line, to others not
-        line = 1 + text.count("\n", 0, found.start())
-        name = "carriage return" if found[0] == "\r" else "null byte"
-        return "changed", f"There is a {name} within line {line}: take it out."
-    (title, *expected), theirs = (_registry_lines(t) for t in (given, text))
-    if theirs[:1] and _TITLE.match(theirs[0]):
-        expected = [title, *expected]
-    for line, other in itertools.zip_longest(expected, theirs, fillvalue=""):
-        if line != other:
-            return "changed", (
-                "The lines at the top of the file (types:, tiles:, limits:, ...) have changed, or something "
-                f"parts them: put them back. {_instead(line, other)}")
-    if exercise.is_hunt:
-        if code_lines(text) == code_lines(given):
-            return "not started", ("Nothing is changed yet: the bug is still in. The text at the top of the "
-                                   "file says what is seen of it.")
-        return _host_function(text)
-    try:
-        theirs = sections(text)
-    except ValueError as error:
-        return "changed", (f"The comments with --- around a blank have changed: {error}. Put them back as "
-                           f"they were, or begin anew: `{COMMAND} new {exercise.number} --folder ANOTHER`.")
-    if missing := [title for title in exercise.sections if title not in theirs]:
-        return "changed", (f"The line `// --- {missing[0]}`, where a blank begins, is gone: put it back, and "
-                           "`// ---` at the blank's end.")
-    empty = [title for title in exercise.sections if not code_lines(theirs[title])]
-    if empty:
-        where = next(n for n, line in enumerate(text.split("\n"), 1) if line.strip() == f"// --- {empty[0]}")
-        return "not started", (f"Nothing is written yet after line {where}, `// --- {empty[0]}`: the text at "
-                               "the top of the file says what is to stand there, and the hints at its end "
-                               "help.")
-    for title in exercise.sections:
-        if misfit := _misfit(theirs[title]):
-            return "changed", (f"What is written after `// --- {title}` {misfit}: that changes the lines "
-                               "below the blank, which are not yours.")
-    blanks = dict.fromkeys(exercise.sections, "")
-    expected, found = (code_lines(with_sections(t, blanks)) for t in (given, text))
-    for line, other in zip([*expected, ""], [*found, ""], strict=False):
-        if line != other:
-            return "changed", (f"Something else than the blanks has changed: {_instead(line, other)} Put "
-                               "that back: only what is between the comments with --- is yours.")
-    return _host_function(text)
-
-
-def _host_function(text: str) -> tuple[str, str] | None:
-    found = without_device(text)
-    if not found:
-        return None
-    name, line = found
-    return "does not compile", (f"Line {line}: a kernel calls {name}(), which lacks __device__. It is then a "
-                                "function for the CPU, and nvcc refuses the call. (The simulator, where all "
-                                "is C++ for the CPU, would take it.)")
-
-
-def _misfit(section: str) -> str:
-    """Why a section would change what follows it, or ""."""
-    text = re.sub(r"\\[ \t]*\n", "", section)
-    if re.search(r'\b(u8|[uUL])?R"', text):
-        return "has a raw string"
-    depth = 0
-    for token in _TOKEN.findall(text):
-        if token.startswith("/*") and not token[2:].endswith("*/"):
-            return "has a comment without an end"
-        if token[0] in "#%" and not token.endswith("pragma"):
-            return f"has a line that begins with `{token}`"
-        depth += (token == "{") - (token == "}")
-        if depth < 0:
-            break
-    return "has a { without its }, or a } without its {" if depth else ""
-
-
-def _instead(line: str, other: str) -> str:
-    return f"where the file had `{line}`, it now has `{other[:QUOTED]}{'...' * (len(other) > QUOTED)}`."
-
-
-def _registry_lines(text: str) -> list[str]:
-    """The lines that the registry reads, as it does (flash_ladder/stage.py): the one that names the stage, if
-    it is the file's first, and the header's fields, each with the lines that go on with it."""
-    header = re.match(r"(?://.*\n)*", text)[0]
-    lines = re.sub(r"\n// {8,}", " ", header).split("\n")
-    return [line for n, line in enumerate(lines) if _FIELD.match(line) or n == 0 and _TITLE.match(line)]

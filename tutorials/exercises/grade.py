@@ -18,13 +18,16 @@ from pathlib import Path
 import torch
 
 import flash
+from flash_ladder.operators import as_arguments
 from flash_ladder.reference import reference
 from flash_ladder.simulator.records import Access
 from flash_ladder.simulator.tables import format_bytes
 
-from .cases import CASES, ORDER, SCORE, Case, inputs_of
+from .cases import ORDER, SCORE, Case, cases_of, inputs_of, score_of
 from .comparison import difference
-from .exercise import Exercise, problem_of, read_answer, sections
+from .exercise import MASKS, Exercise, sections
+from .handed_in import problem_of, read_answer
+from .masks import MaskCall
 from .probes import Probe
 
 TOO_LONG = "ran longer than"  # what the simulator says of a kernel that it has stopped
@@ -56,6 +59,19 @@ class Verdict:
     seconds: float = 0.0
 
 
+@dataclass(frozen=True)
+class Answer:
+    """What is run: a stage, and of an exercise about a mask, the mask's file."""
+
+    stage: flash.Stage
+    mask: Path | None = None
+
+    @property
+    def path(self) -> Path:
+        """The learner's file, or the reference."""
+        return self.mask or self.stage.path
+
+
 # ------------------------------------------------------------------------------- the verdict
 class Refused(Exception):
     """The end of a check: (reason, message)."""
@@ -85,29 +101,31 @@ def judge(exercise: Exercise, file: Path) -> Verdict:
 
 def run(exercise: Exercise, file: Path, verdict: Verdict) -> None:
     """Run all cases; raises Refused at the first thing that is wrong."""
-    stage = stage_of(exercise, file)
-    for case in CASES:
-        run_case(exercise, stage, case)
+    answer = answer_of(exercise, file)
+    for case in cases_of(exercise.mask):
+        run_case(exercise, answer, case)
         verdict.cases.append(str(case))
     for probe in exercise.probes:
         run_probe(exercise, file, probe)
     if exercise.deterministic:
-        check_determinism(exercise, stage)
-    take_score(exercise, stage, verdict)
+        check_determinism(exercise, answer)
+    take_score(exercise, answer, verdict)
 
 
-def stage_of(exercise: Exercise, file: Path) -> flash.Stage:
-    """A learner's file as a stage, with the tiles, limits and types of the exercise's.
+def answer_of(exercise: Exercise, file: Path) -> Answer:
+    """A learner's file: a mask; or a stage, with the tiles, limits and types of the exercise's.
 
     Raises:
-        Refused: if the file has other ones.
+        Refused: if a stage's file has other ones.
     """
+    if exercise.mask:
+        return Answer(exercise.compiled_with, file)
     theirs, given = (flash.read_stage(path, exercise.direction) for path in (file, exercise.path))
     stage = replace(given, number=0, name=theirs.name, path=theirs.path)
     if theirs != stage:
         raise Refused("changed", ("The lines at the top of the file (types:, tiles:, limits:, ...) have "
                                   "changed: put them back."))
-    return stage
+    return Answer(stage)
 
 
 def named(stage: flash.Stage, case: Case) -> str:
@@ -125,29 +143,31 @@ def tiles_of(exercise: Exercise, stage: flash.Stage, case: Case) -> dict[str, in
     return stage.tiles(case.d, shared_memory, causal=case.causal, **exercise.tiles)
 
 
-def call(exercise: Exercise, stage: flash.Stage, case: Case) -> dict[str, torch.Tensor]:
+def call(exercise: Exercise, answer: Answer, case: Case) -> dict[str, torch.Tensor]:
     """The outputs of the stage, by name. Of a backward stage with O and L from the reference, in float64."""
+    stage = answer.stage
     dtype = dtype_of(stage, case)
     q, k, v, do, dlse = inputs_of(case, dtype)
     tiles = tiles_of(exercise, stage, case)
+    mask = case.mask.mask(answer.path) if case.mask else None
     if exercise.direction == "fwd":
-        o, lse = flash.attention(q, k, v, causal=case.causal, scale=case.scale, stage=stage, return_lse=True,
-                                 **tiles)
+        o, lse = flash.attention(q, k, v, causal=case.causal, mask=mask, scale=case.scale, stage=stage,
+                                 return_lse=True, **tiles)
         return {"O": o, "L": lse}
-    o, lse = reference(q.double(), k.double(), v.double(), case.diagonal, case.scale)
-    no_mask = None, [], [], [], 0.0, None, None  # but the causal one; no dropout, no sink
-    *found, _ = torch.ops.flash.backward(q, k, v, o.to(dtype), lse.float(), do, dlse, case.diagonal, *no_mask,
-                                         case.scale, str(stage.path), exercise.deterministic, tiles["Br"],
-                                         tiles["Bc"], [], [])
+    o, lse = reference(q.double(), k.double(), v.double(), case.visible, case.scale)
+    visible = as_arguments(mask.bind(q, k) if mask else case.diagonal)
+    *found, _ = torch.ops.flash.backward(q, k, v, o.to(dtype), lse.float(), do, dlse, *visible, case.scale,
+                                         str(stage.path), exercise.deterministic, tiles["Br"], tiles["Bc"],
+                                         [], [])
     return dict(zip(("dQ", "dK", "dV"), found, strict=True))
 
 
-def inspected(exercise: Exercise, stage: flash.Stage, case: Case) -> tuple[dict, flash.Report, str]:
+def inspected(exercise: Exercise, answer: Answer, case: Case) -> tuple[dict, flash.Report, str]:
     """(outputs, report, error) of a call under the checker."""
     error, outputs = "", {}
     with flash.inspect() as report:
         try:
-            outputs = call(exercise, stage, case)
+            outputs = call(exercise, answer, case)
         except RuntimeError as e:
             error = str(e)
     return outputs, report, error
@@ -156,26 +176,36 @@ def inspected(exercise: Exercise, stage: flash.Stage, case: Case) -> tuple[dict,
 class Runner:
     """Runs a stage's code: in this process. remote.py has another runner."""
 
-    def call(self, exercise: Exercise, stage: flash.Stage, case: Case) -> dict[str, torch.Tensor]:
-        return call(exercise, stage, case)
+    def call(self, exercise: Exercise, answer: Answer, case: Case) -> dict[str, torch.Tensor]:
+        return call(exercise, answer, case)
 
-    def inspected(self, exercise: Exercise, stage: flash.Stage, case: Case) -> tuple[dict, flash.Report, str]:
-        return inspected(exercise, stage, case)
+    def inspected(self, exercise: Exercise, answer: Answer, case: Case) -> tuple[dict, flash.Report, str]:
+        return inspected(exercise, answer, case)
 
 
 runner = Runner()
+NO_MASK = MASKS / "none.cuh"
+
+
+def reference_of(exercise: Exercise) -> Answer:
+    return Answer(exercise.compiled_with, exercise.path if exercise.mask else None)
+
+
+def is_ours(exercise: Exercise, answer: Answer) -> bool:
+    """Whether it runs nothing of a learner's."""
+    return answer.path in (exercise.path, NO_MASK)
 
 
 def reason_of(error: str) -> str:
     return "time limit" if TOO_LONG in error else "error"
 
 
-def watched(exercise: Exercise, stage: flash.Stage, case: Case) -> tuple[dict, flash.Report]:
+def watched(exercise: Exercise, answer: Answer, case: Case) -> tuple[dict, flash.Report]:
     """(outputs, report) of a call under the checker. Raises Refused for what it finds, and for errors."""
-    outputs, report, error = runner.inspected(exercise, stage, case)
+    outputs, report, error = runner.inspected(exercise, answer, case)
     if error.startswith("building") and "failed:" in error:
         raise Refused("does not compile", error.split("failed:", 1)[1].strip())
-    where = f"\n\nIn the call {named(stage, case)}."
+    where = f"\n\nIn the call {named(answer.stage, case)}."
     if report.findings:
         first = report.findings[0]
         lines = [first.message]
@@ -191,9 +221,10 @@ def watched(exercise: Exercise, stage: flash.Stage, case: Case) -> tuple[dict, f
     return outputs, report
 
 
-def run_case(exercise: Exercise, stage: flash.Stage, case: Case) -> None:
+def run_case(exercise: Exercise, answer: Answer, case: Case) -> None:
     """Under the checker, and beside float64."""
-    outputs, _ = watched(exercise, stage, case)
+    outputs, _ = watched(exercise, answer, case)
+    stage = answer.stage
     if wrong := difference(case, dtype_of(stage, case), outputs, tiles_of(exercise, stage, case)):
         raise Refused("wrong result", f"{wrong}\n\nIn the call {named(stage, case)}.")
 
@@ -212,26 +243,26 @@ def run_probe(exercise: Exercise, file: Path, probe: Probe) -> None:
     with tempfile.TemporaryDirectory() as folder:
         copy = Path(folder) / file.name
         copy.write_text(probed)
-        stage = stage_of(exercise, copy)
-        outputs, report, error = runner.inspected(exercise, stage, case)
+        answer = answer_of(exercise, copy)
+        outputs, report, error = runner.inspected(exercise, answer, case)
     if probe.under_way:
         raced = {finding.element.split("[")[0] for finding in report.findings
                  if any(party.kind == "copy" for party in finding.parties)}
         if set(probe.under_way) <= raced:
             return
         raise Refused("no overlap", f"{probe.message}\n\nIn the call {case}.")
-    if error or report.findings or difference(case, stage.dtypes[0], outputs,
-                                              tiles_of(exercise, stage, case)):
+    if error or report.findings or difference(case, answer.stage.dtypes[0], outputs,
+                                              tiles_of(exercise, answer.stage, case)):
         raise Refused("wrong result", probe.message)
 
 
-def check_determinism(exercise: Exercise, stage: flash.Stage) -> None:
+def check_determinism(exercise: Exercise, answer: Answer) -> None:
     """Blocks in another order must give the same bits."""
     first: dict[str, torch.Tensor] = {}
     try:
         for seed in ("0", "1", "2"):
             os.environ["FLASH_SIM_SEED"] = seed
-            outputs = runner.call(exercise, stage, ORDER)
+            outputs = runner.call(exercise, answer, ORDER)
             for name, x in outputs.items():
                 if name in first and not torch.equal(first[name], x):
                     raise Refused("not deterministic", (
@@ -242,12 +273,12 @@ def check_determinism(exercise: Exercise, stage: flash.Stage) -> None:
         os.environ.pop("FLASH_SIM_SEED")
 
 
-def take_score(exercise: Exercise, stage: flash.Stage, verdict: Verdict) -> None:
+def take_score(exercise: Exercise, answer: Answer, verdict: Verdict) -> None:
     """HBM bytes and wavefronts of one call beside the reference's."""
-    case = SCORE[exercise.causal_score]
+    case = score_of(exercise.mask, exercise.causal_score)
     scores, shared, reports = [], [], []
-    for s in (stage, flash.read_stage(exercise.path, exercise.direction)):
-        _, report = watched(exercise, s, case)
+    for one in (answer, reference_of(exercise)):
+        _, report = watched(exercise, one, case)
         shared.append([a for a in report.accesses if a.memory == "shared"])
         reports.append(report)
         scores.append({"hbm": report.hbm.total, "wavefronts": sum(a.units for a in shared[-1]),
@@ -258,6 +289,9 @@ def take_score(exercise: Exercise, stage: flash.Stage, verdict: Verdict) -> None
         if theirs[name] <= exercise.at_most.get(name, math.inf) * ours[name]:
             continue
         reason, where = "too much traffic", excess(*reports, "HBM") if name == "hbm" else ""
+        if exercise.mask and theirs[name] >= without_mask(exercise, case):
+            where = ("Without a mask it would take no more: no tile is skipped. A mask saves time by tiles "
+                     f"that it skips, not by scores that it hides. {where}")
         if name == "barriers":
             reason, where = "too many barriers", "Nothing needs the others. "
         elif name == "wavefronts" and lost(shared[0]) > lost(shared[1]):
@@ -276,6 +310,12 @@ def take_score(exercise: Exercise, stage: flash.Stage, verdict: Verdict) -> None
             f"the reference: {shown(name, theirs[name])}, not {shown(name, ours[name])}. {where}"
             "`with flash.inspect() as report:` around a call shows which line asks for them.\n\n"
             f"In the call {case}."))
+
+
+def without_mask(exercise: Exercise, case: Case) -> int:
+    """HBM bytes of the call if each query sees all keys."""
+    case = replace(case, mask=MaskCall("none"))
+    return watched(exercise, Answer(exercise.compiled_with, NO_MASK), case)[1].hbm.total
 
 
 def excess(theirs: flash.Report, ours: flash.Report, memory: str) -> str:

@@ -12,6 +12,7 @@ from dataclasses import replace
 
 import torch
 
+from .mask_mistakes import mask_mistakes
 from .models import (
     Problem,
     Tensors,
@@ -38,8 +39,7 @@ def tile_masks(p: Problem) -> Iterator[tuple[str, torch.Tensor]]:
 
     diagonal = p.diagonal or 0
     missing = ("tiles of keys are left out: the loop of tile i must go on to the last key that the tile's "
-               "last row "
-               "sees")
+               "last row sees")
     ends = [seen_by(last, 0), seen_by(last, N_k - N_q), torch.full_like(last, N_k // p.Bc * p.Bc)]
     if p.diagonal is not None:
         ends += [seen_by(last, diagonal - 1), seen_by(first, diagonal),
@@ -295,8 +295,7 @@ def backward_mistakes(p: Problem) -> Iterator[tuple[str, Tensors]]:
     exact = p.scores().masked_fill(~p.visible(), -math.inf)
     for seen in (exact != 0, (exact.amax(-1) != 0)[..., None]):
         yield ("a score or a maximum of 0 is taken for \"sees no key\": 0 is a score like others, and such "
-               "a row "
-               "has l = 0 and L = -inf", gradients(p, visible=p.visible() & seen))
+               "a row has l = 0 and L = -inf", gradients(p, visible=p.visible() & seen))
     for running in (False, True):
         yield ("e^S is divided by e^L, or by e^m times l: both overflow above 88; subtract in the exponent",
                gradients(p, quotient=True, D_of_P=running))
@@ -310,8 +309,7 @@ def backward_mistakes(p: Problem) -> Iterator[tuple[str, Tensors]]:
                    "dK": torch.full_like(right["dK"], math.nan)}
         if p.dlse is not None:
             yield ("dL is used in a row that sees no key: it may be infinite there, and 0 * inf is NaN; "
-                   "leave "
-                   "it out where l = 0", right | of_rows)
+                   "leave it out where l = 0", right | of_rows)
         yield ("in a row that sees no key P is 0 / 0, or e^(-inf - -inf), which is NaN: it is 0 there",
                {name: torch.full_like(x, math.nan) for name, x in right.items()} | {
                    "dQ": right["dQ"].masked_fill(unseen[:, None], math.nan)})
@@ -335,6 +333,15 @@ def backward_mistakes(p: Problem) -> Iterator[tuple[str, Tensors]]:
         "dV": (S.mT @ p.do).unflatten(1, (p.k.shape[1], group)).sum(2)}
 
 
+def mistakes_of(p: Problem) -> Iterator[tuple[str, Tensors]]:
+    """(what it is, the outputs that would come of it)."""
+    if p.mask:
+        for what, visible in mask_mistakes(p):
+            yield what, attention(p, visible) if p.do is None else gradients(p, visible=visible)
+    else:
+        yield from forward_mistakes(p) if p.do is None else backward_mistakes(p)
+
+
 def diagnosis(p: Problem, found: Tensors, wrong: list[str], tolerance: dict[str, float]) -> str:
     """The mistake that gives what was found in the outputs `wrong`, or an empty text. One that leaves the
     others right is preferred.
@@ -345,7 +352,7 @@ def diagnosis(p: Problem, found: Tensors, wrong: list[str], tolerance: dict[str,
     for problem in (p, p.rounded()):  # that some mistakes overflow shows in float32 only
         truth = attention(problem) if forward else gradients(problem)
         loose = ""
-        for what, outputs in forward_mistakes(problem) if forward else backward_mistakes(problem):
+        for what, outputs in mistakes_of(problem):
             agrees = {name: _agree(found[name].double(), outputs[name].double(), tolerance[name])
                       for name in found}
             if all(agrees[name] for name in wrong) and not any(
@@ -360,6 +367,8 @@ def diagnosis(p: Problem, found: Tensors, wrong: list[str], tolerance: dict[str,
 
 def _symptom(p: Problem, found: Tensors, wrong: list[str]) -> str:
     """What can be told by where the wrong numbers are, whatever they are."""
+    if p.mask:
+        return ""
     truth = attention(p) if p.do is None else gradients(p)
     unseen = ~p.visible().any(-1)
     if p.do is None and wrong == ["O", "L"] and unseen.any():
@@ -367,18 +376,15 @@ def _symptom(p: Problem, found: Tensors, wrong: list[str]) -> str:
         rest = _agree(found["L"][..., ~unseen].double(), truth["L"][..., ~unseen].double(), 0.01)
         if rest and bool((L.isfinite() & (L < -1e3)).all()):
             return ("a key that is not seen has a large negative score, such as -1e9: it must be -inf, as "
-                    "in a "
-                    "row that sees no key all of these would count the same")
+                    "in a row that sees no key all of these would count the same")
     if p.do is None and bool(((found["L"] == -math.inf) & (truth["L"] > -math.inf)).any()):
         return ("l is 0 in a row that sees keys, so what is subtracted there is far above the row's own "
-                "maximum: all "
-                "lanes of a row must subtract that one, and no other row's")
+                "maximum: all lanes of a row must subtract that one, and no other row's")
     if p.do is not None and unseen.any():
         dQ, right = found["dQ"].double(), truth["dQ"]
         if not dQ[:, :, unseen].isfinite().any() and _agree(dQ[:, :, ~unseen], right[:, :, ~unseen], 0.01):
             return ("in a row that sees no key P is infinite or NaN: it must be 0 there, and e^(S - L) is "
-                    "not, as "
-                    "L is -inf, even with a score such as -1e9")
+                    "not, as L is -inf, even with a score such as -1e9")
     columns = [name for name in wrong if name != "L"]
     if p.q.shape[-1] > 64 and columns == wrong and all(
             _agree(found[name][..., :64].double(), truth[name][..., :64].double(), 0.01) for name in wrong):

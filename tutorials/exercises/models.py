@@ -8,6 +8,8 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from .masks import MaskCall
+
 Tensors = dict[str, torch.Tensor]
 
 
@@ -24,6 +26,7 @@ class Problem:
     Bc: int
     do: torch.Tensor | None = None
     dlse: torch.Tensor | None = None
+    mask: MaskCall | None = None
 
     def with_heads(self, head_of: Callable[[int, int, int], int]) -> Problem:
         """With a key head for each query head: (h, H, H_kv) -> h_kv."""
@@ -54,6 +57,8 @@ class Problem:
 
     def visible(self, diagonal: int | None = None) -> torch.Tensor:
         diagonal = self.diagonal if diagonal is None else diagonal
+        if self.mask:
+            return self.mask.seen(self.q.shape[2], self.k.shape[2])
         seen = torch.ones(self.q.shape[2], self.k.shape[2], dtype=torch.bool)
         return seen if self.diagonal is None else seen.tril(diagonal)
 

@@ -34,6 +34,8 @@ class Probe:
 
 
 # ------------------------------------------------------------------------------------ what nvcc would refuse
+# What stages ask a mask for: stages/common/rule.cuh
+OF_A_RULE = ("Rule", "sees", "first_key", "end_key", "first_row", "kind", "score", "slope")
 # Bounded, and with ends that may be missing: no text takes a time that grows with the square of its length.
 _NOT_CODE = re.compile(r'//[^\n]*|/\*.*?(?:\*/|\Z)|"(?:\\.|[^"\\\n])*"?', re.S)
 _FUNCTION = re.compile(
@@ -42,8 +44,11 @@ _FUNCTION = re.compile(
     r"\s{0,100}(?:const\s{0,9})?\{")
 
 
-def without_device(text: str) -> tuple[str, int] | None:
-    """(name, line) of the first function that a kernel uses, but that nvcc would make for the CPU only."""
+def without_device(text: str, called: tuple[str, ...] = ()) -> tuple[str, int] | None:
+    """(name, line) of the first function that a kernel uses, but that nvcc would make for the CPU only.
+
+    called: those that are called from elsewhere.
+    """
     code = _NOT_CODE.sub(lambda m: re.sub(r"[^\n]", " ", m.group()), text)
     functions, position = [], 0
     while found := _FUNCTION.search(code, position):
@@ -54,8 +59,9 @@ def without_device(text: str) -> tuple[str, int] | None:
     for found, _ in functions:
         if re.search(r"__(device|global)__", found["head"]):
             continue
-        if any(re.search(rf"(?<![\w.]){found['name']}\s*\(", body) for body in on_device):
-            return found["name"], code.count("\n", 0, found.start("name")) + 1
+        name = found["name"]
+        if name in called or any(re.search(rf"(?<![\w.]){name}\s*\(", body) for body in on_device):
+            return name, code.count("\n", 0, found.start("name")) + 1
     return None
 
 

@@ -28,8 +28,9 @@ from pathlib import Path
 
 import flash
 
-from .exercise import COMMAND, Exercise, problem_of, read_answer
+from .exercise import COMMAND, Exercise
 from .grade import Verdict
+from .handed_in import problem_of, read_answer
 
 TIME_LIMIT_S = 300
 KERNEL_LIMIT_S = 60     # for one kernel, of TIME_LIMIT_S; of another limit, the same part

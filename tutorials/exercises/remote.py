@@ -33,7 +33,7 @@ from flash_ladder.simulator.report import Report
 from . import find, grade
 from .confine import lower
 from .exercise import Exercise
-from .grade import Case, Refused, Runner, Verdict
+from .grade import Answer, Case, Refused, Runner, Verdict
 from .process import FORGED, MOST_BYTES, TAIL
 
 MEMORY_BYTES = 8 << 30  # of address space, beyond what Python and PyTorch take; or half the machine's memory
@@ -113,7 +113,7 @@ def serve(stream: socket.socket, exercise: Exercise) -> None:
     with stream.makefile("rb") as requests:
         while True:
             try:
-                mark, what, stage, case, settings = pickle.load(requests)  # the judge's
+                mark, what, asked, case, settings = pickle.load(requests)  # the judge's
             except EOFError:
                 return
             for name in settings_now():
@@ -121,7 +121,7 @@ def serve(stream: socket.socket, exercise: Exercise) -> None:
             os.environ.update(settings)
             problem, answer = "", None
             try:
-                answer = getattr(here, what)(exercise, stage, case)
+                answer = getattr(here, what)(exercise, asked, case)
             except (RuntimeError, ValueError) as error:
                 problem, answer = type(error).__name__, str(error)
             data = json.dumps(encoded([problem, answer])).encode()
@@ -158,34 +158,34 @@ class Remote(Runner):
                 os._exit(1)  # what else is to be done at a process's end is the judge's
         other.close()
 
-    def call(self, exercise: Exercise, stage: flash.Stage, case: Case) -> dict[str, torch.Tensor]:
-        return self._checked(exercise, stage, case, self._ask("call", stage, case))
+    def call(self, exercise: Exercise, answer: Answer, case: Case) -> dict[str, torch.Tensor]:
+        return self._checked(exercise, answer, case, self._ask("call", answer, case))
 
-    def inspected(self, exercise: Exercise, stage: flash.Stage, case: Case) -> tuple[dict, flash.Report, str]:
-        if stage.path == exercise.path:
-            return super().inspected(exercise, stage, case)
-        outputs, report, error = self._ask("inspected", stage, case)
+    def inspected(self, exercise: Exercise, answer: Answer, case: Case) -> tuple[dict, flash.Report, str]:
+        if grade.is_ours(exercise, answer):
+            return super().inspected(exercise, answer, case)
+        outputs, report, error = self._ask("inspected", answer, case)
         if not (error or report.findings):
-            self._checked(exercise, stage, case, outputs)
+            self._checked(exercise, answer, case, outputs)
         return outputs, report, error
 
-    def _checked(self, exercise: Exercise, stage: flash.Stage, case: Case, outputs: dict) -> dict:
+    def _checked(self, exercise: Exercise, answer: Answer, case: Case, outputs: dict) -> dict:
         """The outputs, if they are of the shapes and types that a stage has."""
         queries, keys = (case.B, case.H, case.N_q, case.d), (case.B, case.H_kv, case.N_k, case.d)
         backward = exercise.direction == "bwd"
         shapes = {"dQ": queries, "dK": keys, "dV": keys} if backward else {"O": queries, "L": queries[:3]}
-        types = {name: (torch.float32,) if name == "L" else stage.dtypes for name in shapes}
+        types = {name: (torch.float32,) if name == "L" else answer.stage.dtypes for name in shapes}
         if ({name: tuple(x.shape) for name, x in outputs.items()} != shapes or
                 any(x.dtype not in types[name] for name, x in outputs.items())):
             raise Refused("error", FORGED)
         return outputs
 
-    def _ask(self, what: str, stage: flash.Stage, case: Case) -> Any:
+    def _ask(self, what: str, answer: Answer, case: Case) -> Any:
         """What the stage's process answers. Raises the RuntimeError or ValueError that it answers with, and
         Refused if it ends or answers nonsense."""
         mark = secrets.token_bytes(16)
         try:
-            self.stream.sendall(pickle.dumps((mark, what, stage, case, settings_now())))
+            self.stream.sendall(pickle.dumps((mark, what, answer, case, settings_now())))
             head = self._receive(len(mark) + 8)
             size = struct.unpack("<Q", head[len(mark):])[0]
             if not hmac.compare_digest(head[:len(mark)], mark) or size > MOST_BYTES:

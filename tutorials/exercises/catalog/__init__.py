@@ -1,8 +1,9 @@
 """What the exercises ask for, in the order of the lessons."""
 
 from ..exercise import Exercise
-from . import backward, forward, hunts, tensor_cores
+from . import backward, forward, hunts, masks, tensor_cores
 
 EXERCISES: list[Exercise] = sorted(
-    [*forward.EXERCISES, *backward.EXERCISES, *tensor_cores.EXERCISES, *hunts.EXERCISES],
+    [*forward.EXERCISES, *backward.EXERCISES, *tensor_cores.EXERCISES, *hunts.EXERCISES,
+     *masks.EXERCISES],
     key=lambda e: e.number)
