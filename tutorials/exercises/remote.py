@@ -61,7 +61,8 @@ def encoded(x: Any) -> Any:
         data = ctypes.string_at(x.data_ptr(), x.nbytes)
         return ["tensor", str(x.dtype).removeprefix("torch."), list(x.shape), base64.b64encode(data).decode()]
     if isinstance(x, Report):
-        return ["report", *([name, encoded(value)] for name, value in vars(x).items()
+        known = vars(x) | {"masked": []}   # the judge asks no mask what it leaves: that runs the mask's code
+        return ["report", *([name, encoded(value)] for name, value in known.items()
                             if name not in ("runtime", "_checker"))]
     if dataclasses.is_dataclass(x):
         fields = [[f.name, encoded(getattr(x, f.name))] for f in dataclasses.fields(x)]
