@@ -53,15 +53,15 @@ def steps(device: str, dtype: torch.dtype) -> list[dict]:
     both()
     for library in launch._libraries.values():
         library.run = lambda *_: None
-    arguments = "causal", False, None, None, None, None, None, {}
+    arguments = "causal", False, None, None, None, None, None, {}, 0.0, None
     key = attention._key(q, k, v, *arguments)
     call = attention._calls[key]
-    o, lse = plan.forward_outputs(q)
+    o, lse = plan.forward_outputs(q, v)
     found = {
         "key of the call": lambda: attention._key(q, k, v, *arguments),
         "look it up, and whether its files are as they were": lambda: attention._calls[key].is_current(),
         "three addresses": lambda: (q.data_ptr() | k.data_ptr() | v.data_ptr()) % 16,
-        "memory for O and L": lambda: plan.forward_outputs(q),
+        "memory for O and L": lambda: plan.forward_outputs(q, v),
         "fill the parameter block, and launch nothing": lambda: call.plan.launch(q, k, v, o, lse),
         "copy of the parameter block, of that": lambda: (
             call.plan._words.from_buffer_copy(call.plan._template)),

@@ -194,8 +194,8 @@ __global__ void __launch_bounds__(threads) backward_kernel(BwdParams p, Workspac
       for_each_two(X_reg, [&](float& x, float& y, int row, int col) {
         const float2 D_row = *reinterpret_cast<const float2*>(D_smem + t % 2 * Br + col);
         const float2 P = unpack(*PT_at(row, col));
-        x = P.x * (x - D_row.x);
-        y = P.y * (y - D_row.y);
+        x = P.x * (dropout_scale(p) * x - D_row.x);
+        y = P.y * (dropout_scale(p) * y - D_row.y);
         mask.keep_gradient(x, i * Br + col, j * Bc + first_key + row);
         mask.keep_gradient(y, i * Br + col + 1, j * Bc + first_key + row);
       });
@@ -217,7 +217,7 @@ __global__ void __launch_bounds__(threads) backward_kernel(BwdParams p, Workspac
   }
   __syncthreads();                          // all are done with K and V, which make room for dK and dV
   ELEMENT* sum_smem = makes_dV ? V_smem : K_smem;
-  const float scale = makes_dV ? 1.f : p.scale;
+  const float scale = makes_dV ? dropout_scale(p) : p.scale;
   for_each(sum_reg, [&](float& x, int, int) { x *= scale; });
   for_each_pair(sum_reg, [&](uint32_t packed, int row, int col) {
     *reinterpret_cast<uint32_t*>(sum_smem + tile_index(first_key + row, col)) = packed;

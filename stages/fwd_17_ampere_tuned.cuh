@@ -193,7 +193,7 @@ __global__ void __launch_bounds__(threads, blocks_per_sm) forward_kernel(FwdPara
   for (int r = 0; r < 2 * strips; r++) {
     const int row = warp_row + lane / 4 + 8 * r;
     const float l = quad_sum(l_smem[r * threads]);
-    const float inv_l = l == 0.f ? 0.f : __fdividef(1.f, l);             // l is 1 or more: this may be fast
+    const float inv_l = l == 0.f ? 0.f : __fdividef(dropout_scale(p), l);     // l is 1 or more: may be fast
     for_row(O_reg[r / 2], r % 2, [&](float& x) { x *= inv_l; });         // line 12
     if (lane % 4 == 0 && row < p.N_q)                                    // lines 13, 15
       p.L[(int64_t)bh_again * p.N_q + row] = l == 0.f ? -INFINITY : LN_2 * (m[r] + log2f(l));

@@ -186,7 +186,7 @@ def test_both_lines_of_a_race(tmp_path):
     change = Change("l_tile += P;", "l_tile += P_smem[(warp * rows + r) * Bc + (lane + 1) % 32 + 32 * c];")
     text = change.apply(ONE.solved())
     written, read = (next(n for n, line in enumerate(text.split("\n"), 1) if part in line)
-                     for part in ("+ lane + 32 * c] = P;", "(lane + 1) % 32"))
+                     for part in ("* Bc + col] = P *", "(lane + 1) % 32"))
     verdict = judged(ONE, text, tmp_path)
     assert verdict.reason == "race" and "P_smem" in verdict.message
     assert f"{ONE.file_name}:{written}" in verdict.message and f"{ONE.file_name}:{read}" in verdict.message

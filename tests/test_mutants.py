@@ -91,7 +91,7 @@ MUTANTS = [
     ("online_softmax", "O past its end", r"if \(row >= p.N_q\) continue;", ""),
     ("online_softmax", "workspace of half the size", r"return 2 \* sizeof", "return sizeof"),
     ("flash2", "O past its end", r"if \(row >= p.N_q\) continue;", ""),
-    ("flash2", "O past its row", r"if \(k < d\) O", "O"),
+    ("flash2", "O past its row", r"if \(k < d_v\) O", "O"),
     ("register_tiles", "maximum over 4 of a row's 8 lanes", r"warp_max\(m_new, 8\)", "warp_max(m_new, 4)"),
     ("register_tiles", "sum over 4 of a row's 8 lanes", r"warp_sum\(l_tile, 8\)", "warp_sum(l_tile, 4)"),
     ("register_tiles", "P not transposed", r"P_smem\[col_of\(c\) \* Br \+ row_of\(r\)\]",

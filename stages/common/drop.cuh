@@ -2,9 +2,10 @@
 #pragma once
 #include "mask.cuh"
 
-// P = keep * P, in a tile of S whose element (0, 0) is of query `row` and key `col`, multiples of 16. A lane
-// has two rows of it, 8 apart, and of every 8 columns two neighbours: of 32 columns two groups. The two words
-// of 16 columns are x and z, or y and w.
+// Zeros for what is dropped of P, a tile whose element (0, 0) is of query `row` and key `col`, multiples of
+// 16. (The others' factor 1 / (1 - p) is applied to O, at the end.) A lane has two rows, 8 apart, and of
+// every 8 columns two neighbours: of 32 columns two groups. The two words of 16 columns are x and z, or y
+// and w.
 template <int n_tiles>
 __device__ __forceinline__ void drop(float (&P)[n_tiles][4], const Mask& mask, int row, int col) {
   row += threadIdx.x % 32 / 4;                     // this lane's
@@ -20,9 +21,9 @@ __device__ __forceinline__ void drop(float (&P)[n_tiles][4], const Mask& mask, i
         const bool right = together == 4 ? n / 2 : (col / 16 + first / 2) % 2;
         #pragma unroll
         for (int r = 0; r < 2; r++) {
-          const float2 keep = mask.dropout.keep2(r ? right ? w.w : w.z : right ? w.y : w.x);
-          P[first + n][2 * r + c] *= keep.x;
-          P[first + n + 1][2 * r + c] *= keep.y;
+          const uint32_t word = r ? right ? w.w : w.z : right ? w.y : w.x;
+          if (mask.dropout.drops_first(word)) P[first + n][2 * r + c] = 0.f;
+          if (mask.dropout.drops_second(word)) P[first + n + 1][2 * r + c] = 0.f;
         }
       }
     }

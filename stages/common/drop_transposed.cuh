@@ -3,9 +3,9 @@
 #pragma once
 #include "mask.cuh"
 
-// X^T = keep^T * X^T, in a tile of S^T whose element (0, 0) is of query `row` and key `col`, multiples of 16
-// (with two strips, of 32): rows are keys, columns queries. A lane has 2 * strips keys, 8 apart: of a group
-// all four, or two.
+// Zeros for what is dropped of P^T or dP^T, a tile whose element (0, 0) is of query `row` and key `col`,
+// multiples of 16 (with two strips, of 32): rows are keys, columns queries. (The others' factor 1 / (1 - p)
+// is applied later.) A lane has 2 * strips keys, 8 apart: of a group all four, or two.
 template <int strips, int n_tiles>
 __device__ __forceinline__ void drop_transposed(float (&XT)[strips][n_tiles][4], const Mask& mask, int row,
                                                 int col) {
@@ -21,9 +21,9 @@ __device__ __forceinline__ void drop_transposed(float (&XT)[strips][n_tiles][4],
         const bool right = strips == 2 ? s : col / 16 % 2;
         #pragma unroll
         for (int lower = 0; lower < 2; lower++) {
-          const float2 keep = mask.dropout.keep2(lower ? right ? w.w : w.z : right ? w.y : w.x);
-          XT[s][n + lower][c] *= keep.x;
-          XT[s][n + lower][2 + c] *= keep.y;
+          const uint32_t word = lower ? right ? w.w : w.z : right ? w.y : w.x;
+          if (mask.dropout.drops_first(word)) XT[s][n + lower][c] = 0.f;
+          if (mask.dropout.drops_second(word)) XT[s][n + lower][2 + c] = 0.f;
         }
       }
     }

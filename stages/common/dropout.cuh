@@ -21,6 +21,13 @@ __device__ __forceinline__ uint4 philox(uint4 counter, uint2 key) {
   return counter;
 }
 
+// 1 / (1 - p)
+template <class Params>
+__device__ __forceinline__ float dropout_scale(const Params& p) {
+  if constexpr (!DROPOUT) return 1.f;
+  else return p.dropout < 1.f ? 1.f / (1.f - p.dropout) : 0.f;
+}
+
 // 16 bits an element: four words serve eight elements, which are one group. The groups are chosen for tensor
 // cores (common/drop.cuh), where a lane has whole ones: 2 x 4 elements, 8 rows and 8 columns apart. So a tile
 // of 16 x 32 has 8 x 8 groups.
@@ -28,15 +35,18 @@ struct Dropout {
   uint2 seed;
   uint32_t head;
   uint32_t threshold;        // 2^32 p: an element is dropped whose 16 bits, taken for upper ones, are less
-  float scale;               // 1 / (1 - p)
+  float scale;               // of the others
 
   template <class Params>
   __device__ Dropout(const Params& p, int b, int h) {
     if constexpr (DROPOUT) {
-      seed = make_uint2(uint32_t(*p.seed), uint32_t(*p.seed >> 32));
+      // By a shuffle the compiler knows that all lanes have the same, and keeps the key of each round in the
+      // registers that a warp has once, out of the loops.
+      const uint32_t low = *p.seed, high = *p.seed >> 32;
+      seed = make_uint2(__shfl_sync(0xffffffff, low, 0), __shfl_sync(0xffffffff, high, 0));
       head = b * p.H + h;
       threshold = min(uint32_t(rintf(p.dropout * 65536.f)), 0xffffu) << 16;
-      scale = p.dropout < 1.f ? 1.f / (1.f - p.dropout) : 0.f;
+      scale = dropout_scale(p);
     }
   }
 
@@ -45,17 +55,16 @@ struct Dropout {
     return philox(make_uint4(row / 16 * 8 + row % 8, col / 32 * 8 + col % 8, head, 0), seed);
   }
 
-  // keep of both elements of a word: the first one's number is in its lower half
-  __device__ float2 keep2(uint32_t word) const {
-    return make_float2(word << 16 < threshold ? 0.f : scale, word < threshold ? 0.f : scale);
-  }
+  // Which of the two elements of a word are dropped: the first one's number is in its lower half.
+  __device__ bool drops_first(uint32_t word) const { return word << 16 < threshold; }
+  __device__ bool drops_second(uint32_t word) const { return word < threshold; }
 
   // keep of an element. Of its group it is the one in row row / 8 % 2 and column col / 8 % 4.
   __device__ float keep(int row, int col) const {
     if (!DROPOUT) return 1.f;
     const uint4 w = words(row, col);
     const bool lower = row / 8 % 2, right = col / 16 % 2, second = col / 8 % 2;
-    const float2 both = keep2(lower ? right ? w.w : w.z : right ? w.y : w.x);
-    return second ? both.y : both.x;
+    const uint32_t word = lower ? right ? w.w : w.z : right ? w.y : w.x;
+    return (second ? drops_second(word) : drops_first(word)) ? 0.f : scale;
   }
 };

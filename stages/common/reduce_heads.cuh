@@ -1,6 +1,7 @@
 // dK and dV from the parts that the query heads of a key head have made. Introduced by: backward stage 13,
 // split_heads.
 #pragma once
+#include "dropout.cuh"
 #include "gradients.cuh"
 
 // dKV_parts: dK, then dV, each (B, H, N_k, d). Sums over the query heads of a key head, in their order.
@@ -26,5 +27,5 @@ __global__ void __launch_bounds__(256) reduce_heads_kernel(BwdParams p, const fl
     store8(out.head(b, h_kv), row * out.stride_n + col, sum, scale);
   };
   add_up(dKV_parts, p.dK, p.scale, HEAD_DIM);
-  add_up(dKV_parts + (int64_t)p.B * p.H * p.N_k * HEAD_DIM, p.dV, 1.f, d_v);
+  add_up(dKV_parts + (int64_t)p.B * p.H * p.N_k * HEAD_DIM, p.dV, dropout_scale(p), d_v);
 }

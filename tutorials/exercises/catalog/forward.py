@@ -286,7 +286,7 @@ A row that has seen no key yet has m_new = -inf, and -inf - -inf is NaN: subtrac
             wrong("-inf - -inf", r"^wrong result.*-inf is subtracted from -inf",
                   ("const float shift = m_new == -INFINITY ? 0.f : m_new;", "const float shift = m_new;")),
             wrong("a column of P a lane", r"^(uninitialised|race).*P_smem",
-                  ("* Bc + lane + 32 * c] = P;", "* Bc + lane] = P;")),
+                  ("* Bc + col] = P *", "* Bc + lane] = P *")),
         )),
     Exercise(
         number=6, name="finish", title="Where to stop, and what to store", lesson="04", direction="fwd",
