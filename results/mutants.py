@@ -2,6 +2,7 @@
 
     python results/mutants.py results/cpu                 # all; writes mutants.json there: some 30 minutes
     python results/mutants.py results/cpu --stages flash2 ampere_tuned   # these; what else it has stays
+    python results/mutants.py results/cpu --new           # those that mutants.json does not have
     python results/mutants.py --list                      # their names alone
     python results/mutants.py results/cpu --missed        # those in mutants.json that nothing has found
     python results/mutants.py results/cpu --stale         # the stages that have changed since
@@ -194,16 +195,21 @@ def name_of(row: dict) -> str:
     return Mutant(**{field.name: row[field.name] for field in fields(Mutant)}).name
 
 
-def run(stages: list[flash.Stage], known: dict, out: Path) -> None:
+def run(stages: list[flash.Stage], known: dict, out: Path, new: bool = False) -> None:
     """Add the mutants of stages to the data of mutants.json: in which stages each was tried, and how the last
     one found it. One of stages/common that a stage has found is not tried in the next. Rows of mutants that
-    are gone are left out.
+    are gone are left out. new: only mutants without a row; the stages that they are of stay as stale as they
+    were.
     """
     present = dict.fromkeys(m.name for stage in flash.stages() for m in mutants(stage).values())
     rows = {name: row for row in known["mutants"] if (name := name_of(row)) in present}
+    before = set(rows)
     for stage in stages:
         own = {number: m for number, m in mutants(stage).items()
-               if m.file == stage.path.name or not rows.get(m.name, {}).get("how")}
+               if (m.file == stage.path.name or not rows.get(m.name, {}).get("how"))
+               and not (new and m.name in before)}
+        if not own:
+            continue
         for number, how in verdicts(stage, [0, *own]):
             if number == 0:
                 assert not how, f"{stage.path.name} without a mutation: {how}"
@@ -214,7 +220,8 @@ def run(stages: list[flash.Stage], known: dict, out: Path) -> None:
         mine = [rows[m.name] for m in own.values()]
         print(f"{stage.path.name}: {len(mine)} mutants, {sum(not row['how'] for row in mine)} not found",
               flush=True)
-        known["stages"] = dict(sorted((known["stages"] | {stage.path.stem: fingerprint(stage)}).items()))
+        if not new:
+            known["stages"] = dict(sorted((known["stages"] | {stage.path.stem: fingerprint(stage)}).items()))
         known |= {"date": str(date.today()), "mutants": [rows[name] for name in present if name in rows]}
         out.write_text(as_json(known))
 
@@ -278,6 +285,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("folder", type=Path, nargs="?")
     parser.add_argument("--stages", nargs="+", metavar="NAME")
+    parser.add_argument("--new", action="store_true")
     parser.add_argument("--list", action="store_true")
     parser.add_argument("--missed", action="store_true")
     parser.add_argument("--stale", action="store_true")
@@ -293,12 +301,12 @@ def main() -> None:
     if not args.folder or not args.folder.is_dir():
         parser.error(f"there is no folder {args.folder}")
     out = args.folder / "mutants.json"
-    keep = out.is_file() and (args.stages or args.missed or args.stale)
+    keep = out.is_file() and (args.stages or args.new or args.missed or args.stale)
     data = json.loads(out.read_text()) if keep else {"date": "", "stages": {}, "mutants": []}
     if args.missed or args.stale:
         print(*missed(data["mutants"]) if args.missed else stale(data), sep="\n")
     else:
-        run(chosen, data, out)
+        run(chosen, data, out, args.new)
     return None
 
 
