@@ -153,7 +153,8 @@ def _key(q, k, v, flag, causal, mask, scale, stage, backward, deterministic, til
                 return None
             needs_gradients |= torch.is_grad_enabled() and sink.requires_grad
         if needs_gradients and (q.is_inference() or k.is_inference() or v.is_inference()
-                                or mask and any(x.is_inference() for x in tensors)):
+                                or mask and any(x.is_inference() for x in tensors)
+                                or sink is not None and sink.is_inference()):
             return None
         device = q.device
         key: tuple = (flag, causal, scale, stage, backward, deterministic, debug(),
@@ -281,7 +282,7 @@ def _check_and_run(key: tuple | None, *arguments):
             dtype = q.dtype if q.dtype in later.dtypes else later.dtypes[0]
             build_variants(later, dtype, q.shape[3], causal, q.device, deterministic, found.scale < 0,
                            *options)
-    o = empty_output(q.detach().to("meta"), v)  # its layout, without memory
+    o = empty_output(q, v, "meta")  # its layout, without memory
     plan = plan_for(stage, tiles, False, found.visible, found.scale,
                     {"Q": q, "K": k, "V": v, "O": o, "sink": extras.sink}, extras.dropout_p)
     call = Call(plan, found.visible, found.scale, found.backward if later else None,

@@ -164,7 +164,7 @@ def _choice(call: Checked, direction: str, asked, stage: Stage, tiles: dict[str,
             asked_tiles: dict[str, int], wanted: bool | None, architecture: str) -> Choice:
     q, k, v = call.tensors
     (B, H, N_q, d), (_, H_kv, N_k, _) = q.shape, k.shape
-    o, extras = empty_output(q.detach().to("meta"), v), call.extras
+    o, extras = empty_output(q, v, "meta"), call.extras
     tensors: dict[str, torch.Tensor | None] = {"Q": q, "K": k, "V": v, "O": o}
     if direction == "bwd":
         tensors |= {"dO": o, "dQ": q, "dK": k, "dV": v}

@@ -272,14 +272,15 @@ def empty_like(x: torch.Tensor) -> torch.Tensor:
     return like if like.stride(3) == 1 else torch.empty(x.shape, dtype=x.dtype, device=x.device)
 
 
-def empty_output(q: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    """O: of q's layout, with v's columns."""
+def empty_output(q: torch.Tensor, v: torch.Tensor, device: str | None = None) -> torch.Tensor:
+    """O: of q's layout, with v's columns. device: "meta" for the layout without memory; default: q's."""
     if v.shape[3] == q.shape[3]:
-        return empty_like(q)
+        return empty_like(q if device is None else q.detach().to(device))
+    on = q.device if device is None else device
     B, H, N, d_v = *q.shape[:3], v.shape[3]
     if q.stride(1) < q.stride(2):                            # (B, N, H, d), seen the other way
-        return torch.empty((B, N, H, d_v), dtype=q.dtype, device=q.device).transpose(1, 2)
-    return torch.empty((B, H, N, d_v), dtype=q.dtype, device=q.device)
+        return torch.empty((B, N, H, d_v), dtype=q.dtype, device=on).transpose(1, 2)
+    return torch.empty((B, H, N, d_v), dtype=q.dtype, device=on)
 
 
 def backward(q, k, v, o, lse, do, dlse, visible: Visible, scale: float | None, stage: Stage,

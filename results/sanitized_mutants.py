@@ -89,15 +89,16 @@ def call_file(call: Call) -> bytes:
     params.mask.B = params.mask.H = 1
     params.mask.ints[0] = call.diagonal or 0
     every = call.tensors | outputs(call)
+    names = [name for name in TENSORS[direction] if name in every]
     parts, data = b"", b""
-    for name in TENSORS[direction]:
+    for name in names:
         x, is_output = every[name].contiguous(), name in OUTPUTS[direction]
         if name not in VECTORS:
             setattr(params, name, Tensor(None, *strides_of(x)))
         content = x.view(-1).view(torch.uint8).numpy().tobytes()
         parts += struct.pack("3q", getattr(kind, name).offset, len(content), is_output)
         data += b"" if is_output else content
-    head = struct.pack("3q", len(bytes(params)), kind.workspace.offset, len(TENSORS[direction]))
+    head = struct.pack("3q", len(bytes(params)), kind.workspace.offset, len(names))
     return head + bytes(params) + parts + data
 
 

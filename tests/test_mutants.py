@@ -247,8 +247,7 @@ BACKWARD_MUTANTS = [
         for what, pattern, replacement in [
             ("dV with the rows of dK", r"p\.dV\.stride_n", "p.dK.stride_n"),
             ("the mask off by one", r"mask\.sees\(row, j", "mask.sees(row, 1 + j"),
-            ("a tile on the diagonal not masked", r"!mask\.cuts\(tiles, t, j, side\)",
-             "(i + 1) * Br <= p.N_q"),
+            ("a tile on the diagonal not masked", r"mask\.cuts\(tiles, t, j\)", "(i + 1) * Br > p.N_q"),
             ("D omitted", r" - D_row\[r\]", ""),
             ("P to the base 2", r"LOG2_E \* \(", "("),
             ("L of the wrong head", r"p\.L\[first_row \+ row\]", "p.L[row]"),
