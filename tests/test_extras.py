@@ -150,14 +150,15 @@ def test_the_seed_is_torchs():
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_all_and_none(device):
+@pytest.mark.parametrize("dtype", [torch.float32, torch.half], ids=str)
+def test_all_and_none(dtype, device):
     """p = 1: zeros, with gradients 0, as in PyTorch. A p that is less than 2^-17 drops none."""
-    q, k, v = (x.requires_grad_() for x in torch.randn(3, 1, 2, 20, 16, device=device).unbind(0))
+    q, k, v = (x.to(dtype).requires_grad_() for x in torch.randn(3, 1, 2, 20, 16, device=device).unbind(0))
     o = flash.attention(q, k, v, dropout_p=1.0)
     gradients = torch.autograd.grad(o.sum(), [q, k, v])
     assert all((x == 0).all() for x in (o, *gradients))
     few = flash.attention(q, k, v, dropout_p=1e-6)
-    torch.testing.assert_close(few, flash.attention(q, k, v), rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(few, flash.attention(q, k, v), rtol=2e-3, atol=1e-6)
 
 
 # ------------------------------------------------------------------------------------------ all three
@@ -323,6 +324,14 @@ def test_the_layout_of_o_is_qs(transposed):
 
     o = flash.attention(made(20, 16), made(30, 16), made(30, 8))
     assert o.shape == (2, 3, 20, 8) and o.transpose(1, 2).is_contiguous() == transposed
+
+
+def test_d_v_of_an_expanded_q():
+    """Its strides of 0 say nothing of o's layout: once the plan and the call understood them differently."""
+    q = torch.randn(2, 1, 20, 16).expand(2, 3, 20, 16)
+    k, v = torch.randn(2, 3, 30, 16), torch.randn(2, 3, 30, 8)
+    expected = torch.nn.functional.scaled_dot_product_attention(q, k, v)
+    torch.testing.assert_close(flash.attention(q, k, v, stage="flash2"), expected, rtol=1e-4, atol=1e-5)
 
 
 # ------------------------------------------------------------------------------------------ around it
