@@ -338,6 +338,6 @@ exist. A row that has seen no key gets O = 0 and L = -inf. One lane writes L.
             wrong("all lanes write L", r"^race.* L\[",
                   ("    if (lane == 0)                                                       // lines 13, 15"
                    "\n", "")),
-            wrong("columns from d on", r"^(out of bounds|race)", ("if (k < d) O[", "O[")),
+            wrong("columns from d on", r"^(out of bounds|race)", ("if (k < d_v) O[", "O[")),
         )),
 ]
