@@ -13,6 +13,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
+import dropout  # noqa: E402
 import headers  # noqa: E402
 import masks  # noqa: E402
 from simulated import (  # noqa: E402, F401 - by their names in PARTS
@@ -327,6 +328,12 @@ def measured_masks() -> str:
     return masks.table(json.loads(file.read_text())) if file.exists() else ""
 
 
+def measured_dropout() -> str:
+    """What dropout costs on an H200; empty before it is measured."""
+    file = RESULTS / "h200" / "dropout.json"
+    return dropout.table(json.loads(file.read_text())) if file.exists() else ""
+
+
 def lessons() -> str:
     """The notebooks as a Markdown table: title, exercises and bug hunts of each."""
     lines = ["| lesson | exercises | bug hunts |", "|---|---|---|"]
@@ -340,7 +347,8 @@ def lessons() -> str:
 
 
 PARTS = ("ladder", "speed", "lessons", "host", "rungs", "results", "backward", "ratios", "long", "results16",
-         "backward16", "ratios16", "measured_masks", "finding", "traffic", "counts", "conflicts",
+         "backward16", "ratios16", "measured_masks", "measured_dropout", "finding",
+         "traffic", "counts", "conflicts",
          "planted_bugs", "stage_mutants", "sampled_mutants")
 
 

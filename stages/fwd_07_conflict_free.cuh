@@ -32,7 +32,8 @@
 // HBM traffic without caches (hbm, above): as in register_tiles.
 //
 // Changed from vectorized: lane_row4 and lane_col8, load_swizzled4, the XOR in loads and stores, and the
-// order of P's rows. A row's lanes differ in other bits, hence max_of_8 and sum_of_8.
+// order of P's rows. A row's lanes differ in other bits, hence max_of_8 and sum_of_8. And in this layout
+// lanes share the numbers that dropout needs (common/drop_shared.cuh).
 //
 // Shared memory is no longer the bound: its counts (flash.inspect(), d=64) are 4600 wavefronts for 8192
 // cycles of multiplications, and it is busy 33 % of the time, the multipliers 61 %. Of its time a warp waits
@@ -40,6 +41,7 @@
 // come, but the other one on the multiprocessor fills most of that gap.
 #pragma once
 #include "common/conflict_free.cuh"
+#include "common/drop_shared.cuh"
 #include "common/launch.cuh"
 #include "common/mask.cuh"
 #include "common/outer_product.cuh"
@@ -129,13 +131,13 @@ __global__ void __launch_bounds__(threads) forward_kernel(FwdParams p) {
       for (int c = 0; c < cols; c++) {
         S_reg[r][c] = expf(S_reg[r][c] - shift);                         // P
         l_tile += S_reg[r][c];
-        S_reg[r][c] *= mask.keep(row, j * Bc + col_of(c));
       }
       const float alpha = expf(m[r] - shift);
       l[r] = alpha * l[r] + sum_of_8(l_tile);
       m[r] = m_new;
       for (int c = 0; c < dims; c++) O_reg[r][c] *= alpha;               // line 10: e^(m - m_new) O
     }
+    if (DROPOUT) drop(S_reg, mask, i * Br + first_row, j * Bc + first_col);
     for (int c = 0; c < cols; c++) {
       // The row of P_smem for key col_of(c). It is not col_of(c) itself: like this, x % 4 is known when the
       // loop over x below is unrolled, and with it P_swizzle(x).

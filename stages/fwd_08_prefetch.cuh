@@ -31,6 +31,7 @@
 // with a causal mask the tiles of a head that take longest start last.
 #pragma once
 #include "common/conflict_free.cuh"
+#include "common/drop_shared.cuh"
 #include "common/launch.cuh"
 #include "common/mask.cuh"
 #include "common/outer_product.cuh"
@@ -136,13 +137,13 @@ __global__ void __launch_bounds__(threads) forward_kernel(FwdParams p) {
       for (int c = 0; c < cols; c++) {
         S_reg[r][c] = expf(S_reg[r][c] - shift);                         // P
         l_tile += S_reg[r][c];
-        S_reg[r][c] *= mask.keep(row, j * Bc + col_of(c));
       }
       const float alpha = expf(m[r] - shift);
       l[r] = alpha * l[r] + sum_of_8(l_tile);
       m[r] = m_new;
       for (int c = 0; c < dims; c++) O_reg[r][c] *= alpha;               // line 10: e^(m - m_new) O
     }
+    if (DROPOUT) drop(S_reg, mask, i * Br + first_row, j * Bc + first_col);
     for (int c = 0; c < cols; c++) {
       // The row of P_smem for key col_of(c). It is not col_of(c) itself: like this, x % 4 is known when the
       // loop over x below is unrolled, and with it P_swizzle(x).

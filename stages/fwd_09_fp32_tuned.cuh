@@ -40,6 +40,7 @@
 // Compiled for sm_100 and sm_120, Br = Bc = 64 spills 16 and 4 bytes.
 #pragma once
 #include "common/conflict_free.cuh"
+#include "common/drop_shared.cuh"
 #include "common/exp2.cuh"
 #include "common/launch.cuh"
 #include "common/mask.cuh"
@@ -173,10 +174,10 @@ __global__ void __launch_bounds__(threads, blocks_per_sm) forward_kernel(FwdPara
       for (int c = 0; c < cols; c++) {
         S_reg[r][c] = fast_exp2(S_reg[r][c] - shift);                    // P
         l[r] += S_reg[r][c];
-        S_reg[r][c] *= mask.keep(i * Br + row_of(r), j * Bc + col_of(c));
       }
       for (int c = 0; c < dims; c++) O_reg[r][c] *= alpha;               // line 10: e^(m - m_new) O
     }
+    if (DROPOUT) drop(S_reg, mask, i * Br + first_row, j * Bc + first_col);
     for (int c = 0; c < cols; c++) {
       // The row of P_smem for key col_of(c). It is not col_of(c) itself: like this, x % 4 is known when the
       // loop over x below is unrolled, and with it P_swizzle(x).

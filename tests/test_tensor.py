@@ -120,6 +120,21 @@ def test_pairs_of_16_bit_numbers(device):
     assert torch.equal(out.cpu(), torch.stack(expected, 1))
 
 
+@pytest.mark.parametrize("flip", [0, 1])
+def test_zero_if_less(device, flip):
+    """In the order of 15-bit integers: subnormal numbers, infinity and NaN included."""
+    halves = random_bits(500, 2)
+    halves[:4] = torch.tensor([[0x7C00, 0x7C01], [0x7FFF, -1], [0, -0x8000], [0x3555, -0x3555]])
+    thresholds = torch.tensor([0x3555, 0x0123])
+    out = empty(500, 2, dtype=torch.float32, device=device)
+    words = joined(halves[:, 0], halves[:, 1]).contiguous()
+    run("zeros_where_less", words.to(device), 0x01233555, flip, out, 500, device=device)
+    less = (halves.int() & 0x7FFF) < thresholds
+    number = torch.arange(1.0, 501.0)
+    before = torch.stack([number, -number], 1)
+    assert torch.equal(out.cpu(), torch.where(less == bool(flip), before, 0.0))
+
+
 # ---------------------------------------------------------------------------------------- ldmatrix, stmatrix
 def registers_of(matrices: torch.Tensor, transposed: bool) -> torch.Tensor:
     """(32, count): lane l's register i has elements (GROUP, PAIR) and (GROUP, PAIR + 1) of matrix i."""

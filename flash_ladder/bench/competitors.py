@@ -49,11 +49,11 @@ class Competitor:
         return lambda: torch.autograd.grad(forward(q, k, v)[0], (q, k, v), dO)
 
 
-def sdpa(backend: SDPBackend, causal: bool, q, k, v) -> tuple[torch.Tensor]:
+def sdpa(backend: SDPBackend, causal: bool, q, k, v, dropout_p: float = 0.0) -> tuple[torch.Tensor]:
     """(O,) by one of PyTorch's backends, and by no other."""
     with sdpa_kernel(backend):
         return (torch.nn.functional.scaled_dot_product_attention(
-            q, k, v, is_causal=causal, enable_gqa=q.shape[1] != k.shape[1]),)
+            q, k, v, dropout_p=dropout_p, is_causal=causal, enable_gqa=q.shape[1] != k.shape[1]),)
 
 
 def of_stage(stage: flash.Stage, args: argparse.Namespace, **tiles: int) -> Competitor:

@@ -1,6 +1,12 @@
 // Dropout of accumulators of tensor cores. Introduced by: forward stage 17, ampere_tuned.
 #pragma once
 #include "mask.cuh"
+#include "ptx.cuh"
+
+// Zeros for what is dropped of the two elements of a word
+__device__ __forceinline__ void drop(float& first, float& second, uint32_t word, const Dropout& dropout) {
+  zero_if_less(first, second, word, dropout.threshold << 16 | dropout.threshold, !dropout.less_is_dropped);
+}
 
 // Zeros for what is dropped of P, a tile whose element (0, 0) is of query `row` and key `col`, multiples of
 // 16. (The others' factor 1 / (1 - p) is applied to O, at the end.) A lane has two rows, 8 apart, and of
@@ -21,9 +27,8 @@ __device__ __forceinline__ void drop(float (&P)[n_tiles][4], const Mask& mask, i
         const bool right = together == 4 ? n / 2 : (col / 16 + first / 2) % 2;
         #pragma unroll
         for (int r = 0; r < 2; r++) {
-          const uint32_t word = r ? right ? w.w : w.z : right ? w.y : w.x;
-          if (mask.dropout.drops_first(word)) P[first + n][2 * r + c] = 0.f;
-          if (mask.dropout.drops_second(word)) P[first + n + 1][2 * r + c] = 0.f;
+          const int e = 2 * r + c;
+          drop(P[first + n][e], P[first + n + 1][e], Dropout::word(w, r, right), mask.dropout);
         }
       }
     }

@@ -1,7 +1,7 @@
 // Dropout of transposed accumulators of tensor cores, as the backward pass has them. Introduced by: backward
 // stage 15, ampere_tuned.
 #pragma once
-#include "mask.cuh"
+#include "drop.cuh"
 
 // Zeros for what is dropped of P^T or dP^T, a tile whose element (0, 0) is of query `row` and key `col`,
 // multiples of 16 (with two strips, of 32): rows are keys, columns queries. (The others' factor 1 / (1 - p)
@@ -21,9 +21,8 @@ __device__ __forceinline__ void drop_transposed(float (&XT)[strips][n_tiles][4],
         const bool right = strips == 2 ? s : col / 16 % 2;
         #pragma unroll
         for (int lower = 0; lower < 2; lower++) {
-          const uint32_t word = lower ? right ? w.w : w.z : right ? w.y : w.x;
-          if (mask.dropout.drops_first(word)) XT[s][n + lower][c] = 0.f;
-          if (mask.dropout.drops_second(word)) XT[s][n + lower][2 + c] = 0.f;
+          float(&x)[4] = XT[s][n + lower];
+          drop(x[c], x[2 + c], Dropout::word(w, lower, right), mask.dropout);
         }
       }
     }

@@ -31,11 +31,16 @@ __device__ __forceinline__ float dropout_scale(const Params& p) {
 // 16 bits an element: four words serve eight elements, which are one group. The groups are chosen for tensor
 // cores (common/drop.cuh), where a lane has whole ones: 2 x 4 elements, 8 rows and 8 columns apart. So a tile
 // of 16 x 32 has 8 x 8 groups.
+//
+// Of its 16 bits an element uses the lower 15. As the bits of an fp16 number without its sign, they have the
+// order of integers (NaN aside), so that one instruction compares both elements of a word. For that the
+// threshold must be a number: it is at most 1/2, as for p > 1/2 what is below it is kept.
 struct Dropout {
   uint2 seed;
   uint32_t head;
-  uint32_t threshold;        // 2^32 p: an element is dropped whose 16 bits, taken for upper ones, are less
-  float scale;               // of the others
+  uint32_t threshold;        // 2^15 min(p, 1 - p)
+  bool less_is_dropped;      // p <= 1/2: what is below the threshold is dropped; else it is kept
+  float scale;               // of what is kept
 
   template <class Params>
   __device__ Dropout(const Params& p, int b, int h) {
@@ -45,26 +50,41 @@ struct Dropout {
       const uint32_t low = *p.seed, high = *p.seed >> 32;
       seed = make_uint2(__shfl_sync(0xffffffff, low, 0), __shfl_sync(0xffffffff, high, 0));
       head = b * p.H + h;
-      threshold = min(uint32_t(rintf(p.dropout * 65536.f)), 0xffffu) << 16;
+      threshold = rintf(fminf(p.dropout, 1.f - p.dropout) * 32768.f);
+      less_is_dropped = p.dropout <= 0.5f;
       scale = dropout_scale(p);
     }
   }
 
-  // The words of the group that an element belongs to
+  // The words of the group that an element belongs to. The counter's order is for speed: like this, row and
+  // column meet in the third round. What comes before is the same for all groups of a row, or of a column.
   __device__ uint4 words(int row, int col) const {
-    return philox(make_uint4(row / 16 * 8 + row % 8, col / 32 * 8 + col % 8, head, 0), seed);
+    return philox(make_uint4(head, col / 32 * 8 + col % 8, 0, row / 16 * 8 + row % 8), seed);
   }
 
-  // Which of the two elements of a word are dropped: the first one's number is in its lower half.
-  __device__ bool drops_first(uint32_t word) const { return word << 16 < threshold; }
-  __device__ bool drops_second(uint32_t word) const { return word < threshold; }
+  // Of these, the one for rows 8 to 15 of its 16, or the upper ones, and for columns 16 to 31 of 32, or the
+  // left ones. The first 8 of these columns have its lower half.
+  __device__ static uint32_t word(const uint4& w, bool lower, bool right) {
+    return lower ? right ? w.w : w.z : right ? w.y : w.x;
+  }
 
   // keep of an element. Of its group it is the one in row row / 8 % 2 and column col / 8 % 4.
   __device__ float keep(int row, int col) const {
     if (!DROPOUT) return 1.f;
+    const uint32_t number = word(words(row, col), row / 8 % 2, col / 16 % 2) >> col / 8 % 2 * 16 & 0x7fff;
+    return (number < threshold) == less_is_dropped ? 0.f : scale;
+  }
+
+  // Of the eight elements of the group that an element belongs to, which are kept? Bit 4 r + c: the one in
+  // row row / 8 % 2 = r and column col / 8 % 4 = c.
+  __device__ uint32_t kept(int row, int col) const {
     const uint4 w = words(row, col);
-    const bool lower = row / 8 % 2, right = col / 16 % 2, second = col / 8 % 2;
-    const uint32_t word = lower ? right ? w.w : w.z : right ? w.y : w.x;
-    return (second ? drops_second(word) : drops_first(word)) ? 0.f : scale;
+    uint32_t bits = 0;
+    #pragma unroll
+    for (int e = 0; e < 8; e++) {
+      const uint32_t number = word(w, e / 4, e / 2 % 2) >> e % 2 * 16 & 0x7fff;
+      bits |= uint32_t(number < threshold) << e;
+    }
+    return less_is_dropped ? bits ^ 0xff : bits;
   }
 };

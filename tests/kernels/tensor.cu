@@ -70,6 +70,17 @@ extern "C" const char* run_pairs(const float2* x, float2* out, int n) {
   return result();
 }
 
+__global__ void zeros_where_less(const uint32_t* a, uint32_t b, int flip, float2* out, int n) {
+  for (int i = threadIdx.x; i < n; i += 64) {
+    out[i] = make_float2(i + 1.f, -i - 1.f);
+    zero_if_less(out[i].x, out[i].y, a[i], b, flip);
+  }
+}
+extern "C" const char* run_zeros_where_less(const uint32_t* a, uint32_t b, int flip, float2* out, int n) {
+  zeros_where_less<<<1, 64>>>(a, b, flip, out, n);
+  return result();
+}
+
 // ---------------------------------------------------------------------------------------- ldmatrix, stmatrix
 // Matrix i of `matrices` (8 x 8 each) has its row r at row order[8 * i + r] of shared memory; out: the
 // registers, by lane.

@@ -54,6 +54,12 @@ inline void mma_m16n8k16(float (&d)[4], const uint32_t (&a)[4], const uint32_t (
   sim::sim_mma("mma.m16n8k16", sim::MatrixTypeOf<T>::type, d, a, b, file, line);
 }
 
+inline void zero_if_less(float& x, float& y, uint32_t a, uint32_t b, bool flip) {
+  const __half2 A = sim::bits<__half2>(a), B = sim::bits<__half2>(b);
+  if ((__habs(A.x) < B.x) != flip) x = 0.f;
+  if ((__habs(A.y) < B.y) != flip) y = 0.f;
+}
+
 SIM_ALWAYS_INLINE void cp_async_16(uint32_t to, const void* from, int bytes = 16, SIM_SITE) {
   sim::sim_copy_async(sim::sim_shared_pointer("cp.async", to, 16, file, line), from, 16, bytes, file, line);
 }

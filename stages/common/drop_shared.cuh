@@ -1,0 +1,29 @@
+// Dropout of a tile whose lanes share the random words. Introduced by: forward stage 7, conflict_free.
+#pragma once
+#include "conflict_free.cuh"
+#include "mask.cuh"
+
+// Times keep, for P of a warp. A lane has `rows` x `cols` elements, in squares of 4 x 4 that are 16 rows or
+// 32 columns apart, the first one of query `row` and key `col`. A call of keep(row, col) makes eight numbers
+// and uses one, as the seven others of the group are other lanes': those that differ in the bits 2 to 4 of
+// their number (common/conflict_free.cuh). These eight lanes have their 16 groups in common. So each makes
+// two of them, and asks the others for theirs.
+template <int rows, int cols>
+__device__ __forceinline__ void drop(float (&P)[rows][cols], const Mask& mask, int row, int col) {
+  const int lane = threadIdx.x % 32, n = lane / 4;     // n: which of the eight, and which element of a group
+  #pragma unroll
+  for (int r = 0; r < rows; r += 4) {
+    #pragma unroll
+    for (int c = 0; c < cols; c += 4) {
+      const int group_row = row + 4 * r + n / 2, group_col = col + 8 * c + n % 2 * 2;
+      const uint32_t kept = mask.dropout.kept(group_row, group_col)
+                          | mask.dropout.kept(group_row, group_col + 1) << 8;
+      #pragma unroll
+      for (int k = 0; k < 8; k++) {                    // from the k-th lane: for two elements
+        const uint32_t bits = __shfl_sync(0xffffffff, kept, 4 * k + lane % 4) >> n;
+        P[r + k / 2][c + k % 2 * 2] *= bits & 1 ? mask.dropout.scale : 0.f;
+        P[r + k / 2][c + k % 2 * 2 + 1] *= bits & 0x100 ? mask.dropout.scale : 0.f;
+      }
+    }
+  }
+}
