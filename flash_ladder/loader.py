@@ -68,17 +68,25 @@ def _build_for_cpu(name: str, files: list[Path], macros: dict[str, str | Path], 
     folder = BUILD / name / "translated"
     translated = simulator.translated_files(files, ROOT, folder)
 
-    def write_sources() -> list[Path]:
+    def write_sources(with_checks: bool) -> list[Path]:
         try:
-            simulator.translate_files(translated)
+            simulator.translate_files(translated, with_checks)
         except simulator.TranslationError as error:
             raise RuntimeError(f"cannot translate CUDA for the CPU: {error}") from None
         return [translated[files[0]]]
 
     macros = {macro: translated[value] if isinstance(value, Path) else value
               for macro, value in macros.items()}
-    return _build(name, write_sources, macros, cflags=[*flags, f"-I{folder}", f"-I{folder / 'stages'}"],
-                  ldflags=[str(runtime), f"-Wl,-rpath,{runtime.parent}", *simulator.link_flags(checked)])
+
+    def build(with_checks: bool) -> Path:
+        return _build(name, lambda: write_sources(with_checks), macros,
+                      cflags=[*flags, f"-I{folder}", f"-I{folder / 'stages'}"],
+                      ldflags=[str(runtime), f"-Wl,-rpath,{runtime.parent}", *simulator.link_flags(checked)])
+
+    if checked:
+        with contextlib.suppress(RuntimeError):
+            return build(True)
+    return build(False)  # so the compiler's messages are of the user's text, and what is right compiles
 
 
 def build_simulator() -> Path:

@@ -14,7 +14,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import flash  # noqa: E402
-from flash_ladder.simulator.translate import _blank as blank  # noqa: E402
+from flash_ladder.simulator.scan import blank  # noqa: E402
 
 COMMON = flash.STAGES / "common"
 NUMBER = "FLASH_MUTANT"                          # in the environment

@@ -196,9 +196,95 @@ POISONED = {
 def test_variables_without_a_value(code, names):
     """Of functions; not those of a file, which are 0, nor members."""
     text = f"struct A {{\n  float a;\n}};\nfloat b;\n__device__ void f(float c) {{\n  {code}\n}}\n"
-    translated = translate(text, "f.cu")
-    assert re.findall(r"SIM_POISON\((\w+)\)", translated) == names
-    assert re.sub(r" SIM_POISON\(\w+\)", "", translated) == f'#line 1 "f.cu"\n{text}'
+    translated = translate(text, "f.cu", checked=True)
+    assert re.findall(r"SIM_(?:POISON|UNWRITTEN)\((\w+)\)", translated) == names
+    plain = re.sub(r" SIM_(?:POISON|UNWRITTEN)\(\w+\)", "", translated)
+    assert re.sub(r"SIM_WRITE\((\w+)\)", r"\1", plain) == translate(text, "f.cu") == f'#line 1 "f.cu"\n{text}'
+
+
+INTEGERS = {  # uses of n, in a scope where it has no value at first
+    "n = 1; n == 1; n += 2; n++; --n; x = -n;":
+        "W(n) = 1; R(n) == 1; R(n) += 2; R(n)++; --R(n); x = -R(n);",
+    "n = n + 1; x = y = n;": "W(n) = R(n) + 1; x = y = R(n);",
+    "for (n = 0; n < 4; n++, x += n) a[n] = s.n + p->n + N::n;":
+        "for (W(n) = 0; R(n) < 4; R(n)++, x += R(n)) a[R(n)] = s.n + p->n + N::n;",
+    "f(n, 1); f(x, n); f(n + 1); f(&n); S s{n}; int& r = n; g((float*)&n); x = y & n; x = y && n;":
+        "f(W(n), 1); f(x, W(n)); f(R(n) + 1); f(&W(n)); S s{W(n)}; int& r = W(n); g((float*)&W(n)); "
+        "x = y & R(n); x = y && R(n);",
+    "min(n, 1); float(n); static_cast<float>(n); (float)n; if (n) return n; x = (n);":
+        "min(R(n), 1); float(R(n)); static_cast<float>(R(n)); (float)R(n); if (R(n)) return R(n); "
+        "x = (R(n));",
+    "n = __shfl_sync(m, n + 1, 0); __popc(n);": "W(n) = __shfl_sync(m, W(n) + 1, 0); __popc(R(n));",
+    "(c ? n : x) = 3; (n)++; sizeof(n); assert(n > 0);":
+        "(c ? W(n) : x) = 3; (W(n))++; sizeof(n); assert(n > 0);",
+    "auto f = [&](int k) { n = k; };": "auto f = [&](int k) { W(n) = k; };",
+}
+NOT_UNDERSTOOD = [
+    "auto f = [n](int k) { return n; };", "auto f = [=](int k) { return n; };", "[&](int& n) { n = 3; };",
+    "{ float n; n = 1.f; }", "{ float* n = p; }", "{ float x, n = 3; }", "{ vector<int> n = v; }",
+    "for (int i = 0, n = 3; i < n; i++) continue;", "for (auto& n : v) n = 3;", "decltype(n) y = n;",
+    "auto [k, n] = pair;", "n[a] = 3;", "\n#define ONE n\nONE = 1;", "\n#if X\nn = 1;\n#endif\n",
+]
+
+
+@pytest.mark.parametrize("code, expected", [*INTEGERS.items(), *((code, None) for code in NOT_UNDERSTOOD)])
+def test_uses_of_an_integer_without_a_value(code, expected):
+    """Reads and writes; none where a use is not understood: then the variable is as others are."""
+    text = "void f() {\n  int n;%s %s\n}\nint n = 0; int g() { return n; }\n"
+    if expected is None:
+        expected = text % ("", code)
+    else:
+        uses = re.sub(r"\b([RW])\(n\)", lambda m: f"SIM_{'READ' if m[1] == 'R' else 'WRITE'}(n)", expected)
+        expected = text % (" SIM_UNWRITTEN(n)", uses)
+    translated = translate(text % ("", code), "f.cu", checked=True)
+    translated = re.sub(r" SIM_POISON\(\w+\)|SIM_INDEX\(\w+, (.*?)\)(?=\])", r"\1", translated)
+    assert translated == f'#line 1 "f.cu"\n{expected}'
+
+
+SUBSCRIPTS = {  # I(i) is SIM_INDEX(a, i)
+    "f(a[i], x); return a[i];": "f(a[I(i)], x); return a[I(i)];",
+    "float& r = a[i]; x = 2 * a[i] + x * a[j]; a[i].go();":
+        "float& r = a[I(i)]; x = 2 * a[I(i)] + x * a[I(j)]; a[I(i)].go();",
+    "a[b[i]] = 1;": "a[I(b[SIM_INDEX(b, i)])] = 1;",
+    "f(a[i][j]);": "f(a[I(i)][SIM_INDEX(a[i], j)]);",
+    "a[f(i, j)][k] = 0;": "a[I(f(i, j))][SIM_INDEX((a[f(i, j)]), k)] = 0;",
+    "f(s.a[i]);": "f(s.a[SIM_INDEX(s.a, i)]);",
+    "p = &a[i]; f(&a[i][j], &(a[i])); x = sizeof(T[4]);": None,
+    "float a[4]; float *b, a[4]; T* a[4]; const T<3>* a[4]; float b, a[4]; float (&a)[4] = b;": None,
+    "auto [x, y] = f(); delete[] a; f([&](int k) { return k; }); p->a[3] = 1; assert(a[1] > 0);": None,
+}
+
+
+@pytest.mark.parametrize("code, expected", SUBSCRIPTS.items())
+def test_indices_of_elements(code, expected):
+    """Where they are values; not in declarations, nor where an address is taken."""
+    text = "float table[4];\nvoid g(T a[4], float (&b)[3]);\nvoid f() {\n  %s\n}\n"
+    expected = re.sub(r"\bI\(", "SIM_INDEX(a, ", expected or code)
+    translated = re.sub(r" SIM_POISON\(\w+\)", "", translate(text % code, "f.cu", checked=True))
+    assert translated == '#line 1 "f.cu"\n' + text % expected
+
+
+CHECKED = """\
+#include <cuda_runtime.h>
+struct Bits { int low : 4; };
+__global__ void k(float* x, Bits bits) {
+  float a[16] = {};
+  x[0] = a[bits.low] + %s;
+}
+"""
+
+
+def test_a_checked_build_has_no_errors_of_its_own(tmp_path):
+    """No reference binds to a bit-field, so SIM_INDEX cannot be here: the kernel is built without it. And an
+    error is that of the user's text."""
+    source = tmp_path / "bits.cu"
+    source.write_text(CHECKED % "1")
+    assert flash.build(source, CPU, checked=True).is_file()
+    source.write_text(CHECKED % "undeclared")
+    column = CHECKED.splitlines()[4].index("%") + 1
+    with pytest.raises(RuntimeError, match=rf"bits.cu:5:{column}: error: .undeclared. was not") as raised:
+        flash.build(source, CPU, checked=True)
+    assert "SIM_" not in str(raised.value)
 
 
 def test_a_refusal_reaches_the_user_of_build(tmp_path):

@@ -1,6 +1,7 @@
 """CUDA on the CPU: what flash.py's loader needs to build a stage for a machine without a GPU.
 
-translate.py rewrites the CUDA syntax, include/ stands in for NVIDIA's headers, and runtime/ executes the
+translate.py rewrites the CUDA syntax, local_variables.py adds what the checker asks of local variables
+(scan.py: where things are in the text), include/ stands in for NVIDIA's headers, and runtime/ executes the
 threads.
 """
 
@@ -100,7 +101,7 @@ def link_flags(checked: bool) -> list[str]:
 def signature() -> str:
     """A hash of all that a simulated kernel depends on beside its own source: the simulator, this CPU."""
     digest = hashlib.sha256()
-    python = [FOLDER / "__init__.py", FOLDER / "translate.py"]
+    python = [FOLDER / name for name in ("__init__.py", "translate.py", "local_variables.py", "scan.py")]
     for file in sorted([*INCLUDE.rglob("*.h"), *(FOLDER / "runtime").iterdir(), *python]):
         digest.update(file.read_bytes())
     cpu_info = Path("/proc/cpuinfo")  # -march=native: a build is not for every machine that shares the folder
@@ -118,8 +119,8 @@ def translated_files(files: list[Path], root: Path, folder: Path) -> dict[Path, 
             for file, place in places.items()}
 
 
-def translate_files(targets: dict[Path, Path]) -> None:
-    """Translate each file to its target.
+def translate_files(targets: dict[Path, Path], checked: bool = False) -> None:
+    """Translate each file to its target. checked: with what the checker asks of local variables.
 
     Raises:
         TranslationError: see translate().
@@ -127,7 +128,7 @@ def translate_files(targets: dict[Path, Path]) -> None:
     for file, target in targets.items():
         target.parent.mkdir(parents=True, exist_ok=True)
         text = read_source(file)
-        target.write_text(translate(text, str(file)))
+        target.write_text(translate(text, str(file), checked))
 
 
 def resolve_addresses(report: str) -> str:

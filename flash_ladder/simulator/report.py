@@ -87,6 +87,9 @@ def _message(f: dict, element: str, parties: tuple[Party, ...]) -> str:
     if f["what"] == "uninitialised" and f["text"]:
         return (f"uninitialised in {kernel}: {does}{f['bytes']} bytes from {element} on at {sites[0]}, "
                 "a part of which nothing has written")
+    if f["what"] == "uninitialised" and not p.kind:
+        return (f"uninitialised in {kernel}: {p} reads the local variable {element} at {sites[0]}, "
+                "which nothing has written")
     if f["what"] == "out of bounds":
         what = element or f["text"]
         if element and "outside" not in element:

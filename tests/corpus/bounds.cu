@@ -1,4 +1,5 @@
 // Accesses past the end and before the start: of shared, global and local arrays.
+#include <cuda_fp16.h>
 #include <cuda_runtime.h>
 
 //! out of bounds <<<1, 64>>>
@@ -233,4 +234,68 @@ __global__ void member_past_the_end(const float* x, float* out, unsigned* count)
   //! buggy: const int last = 4 + int(count[0]);
   for (int k = 0; k <= last; k++) a.x[k] = b.x[3 - k % 4] = x[k];
   out[threadIdx.x] = a.x[threadIdx.x % 4] + b.x[threadIdx.x % 4];
+}
+
+// A reference to the element past the end, which nothing need access
+__device__ void scale(float& x, float by) {
+  if (by != 1.f) x *= by;
+}
+__device__ float sum_of(const float (&row)[4]) { return row[0] + row[1] + row[2] + row[3]; }
+
+//! out of bounds <<<1, 32>>>
+__global__ void reference_past_the_end(const float* x, float* out, unsigned* count) {
+  float O_reg[4];
+  for (int k = 0; k < 4; k++) O_reg[k] = x[k];
+  for (int k = 0; k < 4 + int(count[0]); k++) scale(O_reg[k], x[0]);
+  //! buggy: for (int k = 0; k < 5 + int(count[0]); k++) scale(O_reg[k], x[0]);
+  out[threadIdx.x] = O_reg[threadIdx.x % 4];
+}
+
+//! out of bounds <<<1, 32>>>
+__global__ void reference_before_the_start(const float* x, float* out, unsigned* count) {
+  float O_reg[4];
+  for (int k = 0; k < 4; k++) O_reg[k] = x[k];
+  for (int k = 3 + int(count[0]); k >= 0; k--) scale(O_reg[k], x[0]);
+  //! buggy: for (int k = 3 + int(count[0]); k >= -1; k--) scale(O_reg[k], x[0]);
+  out[threadIdx.x] = O_reg[threadIdx.x % 4];
+}
+
+//! out of bounds <<<1, 32>>>
+__global__ void row_past_the_end(const float* x, float* out, unsigned* count) {
+  float S_reg[2][4] = {{x[0], x[1], x[2], x[3]}, {x[4], x[5], x[6], x[7]}};
+  float sum = 0.f;
+  for (int r = 0; r < 2 + int(count[0]); r++) sum += sum_of(S_reg[r]);
+  //! buggy: for (int r = 0; r < 3 + int(count[0]); r++) sum += sum_of(S_reg[r]);
+  out[threadIdx.x] = sum;
+}
+
+//! out of bounds <<<1, 32>>>
+__global__ void halves_past_the_end(const float* x, float* out, unsigned* count) {
+  __half dO[4], O[4];
+  for (int k = 0; k < 4; k++) dO[k] = O[k] = __float2half(x[k]);
+  float sum = 0.f;
+  for (int k = 0; k < 4 + int(count[0]); k++) sum += float(dO[k]) * float(O[k]);
+  //! buggy: for (int k = 0; k < 5 + int(count[0]); k++) sum += float(dO[k]) * float(O[k]);
+  out[threadIdx.x] = sum;
+}
+
+//! out of bounds <<<1, 32>>>
+__global__ void named_reference_past_the_end(const float* x, float* out, unsigned* count) {
+  float m[2] = {x[0], x[1]};
+  const int last = 1 + int(count[0]);
+  //! buggy: const int last = 2 + int(count[0]);
+  float& m_last = m[last];
+  scale(m_last, x[0]);
+  out[threadIdx.x] = m[0] + m[1];
+}
+
+// The end of an array may be pointed to, and a table's rows are arrays, too.
+__device__ const float TABLE_2D[2][2] = {{1.f, 2.f}, {3.f, 4.f}};
+//! out of bounds <<<1, 32>>>
+__global__ void pointer_to_the_end(const float* x, float* out, unsigned* count) {
+  float row[4] = {x[0], x[1], x[2], x[3]}, sum = 0.f;
+  const int n = 4 + int(count[0]);
+  for (const float *p = row, *end = &row[n]; p != end; p++) sum += *p * TABLE_2D[p - row & 1][1];
+  //! buggy: for (const float *p = row, *end = &row[n]; p != end; p++) sum += *p * TABLE_2D[p - row & 2][1];
+  out[threadIdx.x] = sum;
 }

@@ -243,7 +243,7 @@ __global__ void local_integer(const float* x, float* out, unsigned* count) {
   if (threadIdx.x == 0) count[1] = last;
 }
 
-//! out of bounds <<<1, 32>>>
+//! uninitialised <<<1, 32>>>
 __global__ void local_integer_as_an_index(const float* x, float* out, unsigned* count) {
   int row;
   if (threadIdx.x < 32) row = threadIdx.x;
@@ -260,4 +260,89 @@ __global__ void array_of_local_integers(const float* x, float* out, unsigned* co
   order[threadIdx.x] = keys[threadIdx.x % 4];
   __syncthreads();
   out[threadIdx.x] = order[31 - threadIdx.x];
+}
+
+//! uninitialised <<<1, 32>>>
+__global__ void counter_not_set_to_zero(const float* x, float* out, unsigned* count) {
+  int larger = 0, seen = 0;
+  //! buggy: int larger, seen = 0;
+  for (int k = 0; k < 32; k++) {
+    if (x[k] > x[threadIdx.x]) larger++;
+    seen += 1;
+  }
+  out[threadIdx.x] = float(larger) / seen;
+}
+
+//! uninitialised <<<1, 32>>>
+__global__ void sum_of_integers(const float* x, float* out, unsigned* count) {
+  long long sum;
+  sum = 0;
+  //! buggy:
+  for (int k = 0; k < 8; k++) sum += int(x[k + threadIdx.x]);
+  out[threadIdx.x] = sum % 7;
+}
+
+//! uninitialised <<<1, 32>>>
+__global__ void integer_of_one_branch(const float* x, float* out, unsigned* count) {
+  unsigned shift;
+  if (x[threadIdx.x] > 2.f) shift = 1;
+  else shift = 2;
+  //! buggy:
+  out[threadIdx.x] = 32u >> shift;
+}
+
+//! uninitialised <<<1, 32>>>
+__global__ void bound_of_a_loop(const float* x, float* out, unsigned* count) {
+  int keys, rows;
+  keys = 4 + int(count[0]), rows = 2;
+  //! buggy: rows = 2;
+  float sum = 0.f;
+  for (int r = 0; r < rows; r++)
+    for (int k = 0; k < keys; k++) sum += x[8 * r + k];
+  out[threadIdx.x] = sum;
+}
+
+//! uninitialised <<<1, 32>>>
+__global__ void flag_of_a_thread(const float* x, float* out, unsigned* count) {
+  bool found;
+  found = false;
+  //! buggy:
+  for (int k = 0; k < 32 && !found; k++) found = x[k] > x[threadIdx.x];
+  out[threadIdx.x] = found ? 1.f : 0.f;
+}
+
+//! uninitialised <<<1, 32>>>
+__global__ void index_that_is_computed_with(const float* x, float* out, unsigned* count) {
+  int first;
+  if (threadIdx.x % 8 == 0) first = threadIdx.x;
+  const int last = __shfl_sync(0xffffffff, first, 0, 8) + 7;
+  //! buggy: const int last = first + 7;
+  out[threadIdx.x] = x[last];
+}
+
+// All that may be done to an integer without a value before it has one
+__device__ void count_keys(const float* x, int& keys) { keys = int(x[0]); }
+__device__ void count_rows(const float* x, int* rows) { *rows = int(x[1]); }
+//! uninitialised <<<1, 32>>>
+__global__ void integers_by_reference(const float* x, float* out, unsigned* count) {
+  int keys, rows, warps, lanes, last, sum;
+  count_keys(x, keys);
+  count_rows(x, &rows);
+  int& same = warps;
+  same = keys + rows;
+  auto set = [&](int n) { lanes = n; };
+  set(sizeof(sum) * warps);
+  for (last = 0, sum = 0; last < 4; last++, sum += last) continue;
+  //! buggy: for (last = 0; last < 4; last++, sum += last) continue;
+  switch (keys) {
+    case 1:
+      int late;
+      late = sum;
+      sum = late + 1;
+      break;
+    default:
+      late = 2;
+      sum = late;
+  }
+  out[threadIdx.x] = keys + rows + warps + lanes + last + sum;
 }

@@ -123,6 +123,13 @@ void index_outside(Site site, int64_t index, const std::string& name, const std:
   fail("access out of bounds, " + text, site);
 }
 
+// A local variable that nothing has written is read; the thread goes on.
+void unwritten_read(Site site, const std::string& name) {
+  const Worker& w = *worker;
+  found({"uninitialised", "", NO_ARRAY, name, 0, 0,
+         {{w.current->thread_index, w.block_index, Kind::READ, 0, site}}, "", 0});
+}
+
 // Of the running thread, which goes on.
 void mistake_found(const std::string& message, Site site) {
   const Worker& w = *worker;

@@ -2,8 +2,12 @@
 // these calls for ThreadSanitizer's own library; here they lead to the checker instead, so the source of a
 // kernel needs no change. The address to which a call returns tells the line. -fsanitize=bounds adds a call
 // where an index may lie outside of a local array.
+#include <cxxabi.h>
+#include <dlfcn.h>
+
 #include <cctype>
 #include <cstdint>
+#include <cstdlib>
 #include <cstring>
 #include <fstream>
 #include <string>
@@ -17,9 +21,26 @@ using sim::observe;
 #define PC __builtin_return_address(0)
 
 namespace sim {
+// A file as the compiler saw it, to which columns belong: in the folder "translated" beside the library,
+// under the end of its path (simulator.translated_files). It is at the first line.
+static std::ifstream translated(const std::string& file, const void* pc) {
+  Dl_info library = {};
+  if (dladdr(pc, &library) && library.dli_fname) {
+    const std::string path = library.dli_fname;
+    const std::string folder = path.substr(0, path.rfind('/') + 1) + "translated/";
+    std::string place = "elsewhere" + file;
+    if (const size_t dot = place.rfind('.'); place.substr(dot + 1) == "cu") place.replace(dot, 3, ".cpp");
+    for (size_t slash = 0; slash != std::string::npos; slash = place.find('/')) {
+      if (slash) place.erase(0, slash + 1);
+      std::ifstream there(folder + place);
+      if (std::string line_directive; std::getline(there, line_directive)) return there;
+    }
+  }
+  return std::ifstream(file);
+}
+
 // The name before the brackets of which the last one closes at a column, counted from 1; "" if there is none.
-static std::string subscripted(const char* file, unsigned line, unsigned column) {
-  std::ifstream source(file);
+static std::string subscripted(std::ifstream source, unsigned line, unsigned column) {
   std::string text;
   for (unsigned i = 0; i < line; i++)
     if (!std::getline(source, text)) return "";
@@ -118,14 +139,38 @@ struct ArrayOfSanitizer {
   uint32_t line, column;                           // of the bracket that closes
   const struct { uint16_t kind, info; char name[1]; } *type, *index_type;   // 'float [4]', in quotes
 };
-void __ubsan_handle_out_of_bounds(const ArrayOfSanitizer* array, uintptr_t index) {
+static bool is_in_checked_kernel() {
   const sim::Worker* w = sim::worker;
-  if (!sim::checker || !w || !w->current || !w->launch->checked) return;
-  const std::string name = sim::subscripted(array->file, array->line, array->column);
-  for (const sim::SharedArray& a : w->arrays)
-    if (name == a.name) return;
+  return sim::checker && w && w->current && w->launch->checked;
+}
+static bool is_shared(const std::string& name) {
+  for (const sim::SharedArray& a : sim::worker->arrays)
+    if (name == a.name) return true;
+  return false;
+}
+void __ubsan_handle_out_of_bounds(const ArrayOfSanitizer* array, uintptr_t index) {
+  if (!is_in_checked_kernel()) return;
+  const std::string name = sim::subscripted(sim::translated(array->file, PC), array->line, array->column);
+  if (is_shared(name)) return;
   const std::string type = array->type->name;
   sim::index_outside({array->file, int(array->line)}, int64_t(index), name, type.substr(1, type.size() - 2));
+}
+
+// The same of SIM_INDEX; array: with indices of outer dimensions, if it is a row.
+void sim_index_outside(int64_t index, const char* array, const char* type, const char* file, int line) {
+  if (!is_in_checked_kernel()) return;
+  std::string name(array, strcspn(array, "["));
+  name.erase(0, name.find_last_of(".: ") + 1);
+  if (is_shared(name)) return;
+  char* readable = abi::__cxa_demangle(type, nullptr, nullptr, nullptr);
+  const std::string of_type = readable ? readable : type;
+  free(readable);
+  sim::index_outside({file, line}, index, name, of_type);
+}
+
+// SIM_READ of an integer that nothing has written
+void sim_unwritten(const char* name, const char* file, int line) {
+  if (is_in_checked_kernel()) sim::unwritten_read({file, line}, name);
 }
 
 void __tsan_init() {}

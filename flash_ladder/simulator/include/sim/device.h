@@ -4,6 +4,7 @@
 #include <cstdint>
 #include <cstring>
 #include <type_traits>
+#include <typeinfo>
 
 #include "vector_types.h"
 
@@ -51,6 +52,8 @@ void sim_atomic(AtomicOp op, ScalarType type, void* address, void* value, const 
 void sim_yield();
 void sim_check_interrupt();
 void sim_poison_rounded();
+void sim_unwritten(const char* name, const char* file, int line);
+void sim_index_outside(int64_t index, const char* array, const char* type, const char* file, int line);
 void sim_assert_failed(const char* condition, const char* file, int line);
 [[noreturn]] void sim_fail(const char* message, const char* file, int line);
 }
@@ -95,13 +98,22 @@ template <class T> constexpr void name_shared(const char* name, T* start) {
 #endif
 
 // -------------------------------------------------------------------------------- local variables
-// The translator puts this after the declaration of a variable without a value. In checked builds a float is
-// then a NaN that arithmetic hands on, and by which the checker knows it: quiet, with a payload of its own.
-// An integer has the same bits. The checker knows it where it is stored as it is; as an index it leads out of
-// all arrays.
+// What the translator adds (local_variables.py); it is there in checked builds alone.
+//
+// SIM_POISON follows the declaration of a variable without a value. A float is then a NaN that arithmetic
+// hands on, and by which the checker knows it: quiet, with a payload of its own. An integer has the same
+// bits. The checker knows it where it is stored as it is; as an index it leads out of all arrays.
+//
+// SIM_UNWRITTEN stands there for an integer all of whose uses are understood: SIM_WRITE and SIM_READ. After
+// a finding it is 0, so the thread goes on.
+//
+// SIM_INDEX is the index of an element: g++ itself takes that of the element past the end where a reference
+// to it is made.
 namespace sim {
 constexpr uint32_t POISON = 0x7fedbeef;
+}
 #ifdef SIM_CHECKED
+namespace sim {
 template <class T> SIM_ALWAYS_INLINE void poison(T& x) {
   using E = std::remove_all_extents_t<T>;
   constexpr bool floats = std::is_same<E, float>::value || std::is_same<E, float2>::value ||
@@ -111,12 +123,25 @@ template <class T> SIM_ALWAYS_INLINE void poison(T& x) {
     for (size_t i = 0; i < sizeof x / sizeof(uint32_t); i++)
       reinterpret_cast<uint32_t*>(&x)[i] = POISON;
 }
-#endif
+
+template <class Array, class Index>
+SIM_ALWAYS_INLINE constexpr Index&& index(Index&& i, const char* array, SIM_SITE) {
+  using A = std::remove_reference_t<Array>;
+  if constexpr (std::extent<A>::value > 0 && std::is_integral<std::remove_reference_t<Index>>::value)
+    if (size_t(i) >= std::extent<A>::value) sim_index_outside(i, array, typeid(A).name(), file, line);
+  return static_cast<Index&&>(i);
+}
 }  // namespace sim
-#ifdef SIM_CHECKED
 #define SIM_POISON(variable) ::sim::poison(variable);
-#else
-#define SIM_POISON(variable)
+#define SIM_UNWRITTEN(variable)                  \
+  bool variable##_is_written;                    \
+  variable##_is_written = false;                 \
+  ::sim::poison(variable);
+#define SIM_WRITE(variable) (variable##_is_written = true, variable)
+#define SIM_READ(variable)                                                                             \
+  (void(variable##_is_written ||                                                                       \
+        (::sim::sim_unwritten(#variable, __FILE__, __LINE__), SIM_WRITE(variable) = 0, true)), variable)
+#define SIM_INDEX(array, ...) ::sim::index<decltype((array))>((__VA_ARGS__), #array)
 #endif
 
 // -------------------------------------------------------------------------------- barriers, fences
