@@ -33,12 +33,13 @@ from flash_ladder.registry import find_stage, lineage, parent, read_stage, stage
 from flash_ladder.sdpa import scaled_dot_product_attention
 from flash_ladder.sources import ROOT, STAGES
 from flash_ladder.stage import DTYPES, FIELDS, Available, Stage
+from flash_ladder.varlen import attention_varlen
 
 __all__ = ["BUILD", "DTYPES", "FIELDS", "MAX_HEAD_DIM", "ROOT", "STAGES", "Available", "Difference",
-           "Explanation", "Report", "Stage", "__version__", "attention", "build", "build_simulator",
-           "can_inspect", "compile", "default_device", "definitions", "describe_device", "diff", "explain",
-           "find_nvcc", "find_stage", "inspect", "lineage", "masks", "nvcc_version", "parent", "read_stage",
-           "scaled_dot_product_attention", "shared_memory_per_block", "stages"]
+           "Explanation", "Report", "Stage", "__version__", "attention", "attention_varlen", "build",
+           "build_simulator", "can_inspect", "compile", "default_device", "definitions", "describe_device",
+           "diff", "explain", "find_nvcc", "find_stage", "inspect", "lineage", "masks", "nvcc_version",
+           "parent", "read_stage", "scaled_dot_product_attention", "shared_memory_per_block", "stages"]
 
 if TYPE_CHECKING:
     from flash_ladder.difference import Difference, diff

@@ -54,6 +54,7 @@
 
 #include "stages/common/tensor.cuh"
 #include "stages/common/mask_params.cuh"
+#include "stages/common/sequences.cuh"
 
 struct BwdParams {           // launch.py fills its twin, field for field
   Tensor Q, K, V, O, dO;     // of the forward pass, and the gradient by O
@@ -69,6 +70,27 @@ struct BwdParams {           // launch.py fills its twin, field for field
   const uint64_t* seed;
   float dropout;
   float* dsink;              // (B, H, N_q), to be written: of each row its part of the sink's gradient
+#if VARLEN                   // as in the forward pass
+  const int* cu_seqlens_q;
+  const int* cu_seqlens_k;
+  int sequences, total_q, total_k;
+
+  __device__ void skip_inputs(int rows, int keys) {
+    Q.data += rows * Q.stride_n;
+    O.data += rows * O.stride_n;
+    dO.data += rows * dO.stride_n;
+    L += rows;
+    dL += dL ? rows : 0;
+    K.data += keys * K.stride_n;
+    V.data += keys * V.stride_n;
+  }
+  __device__ void skip_outputs(int rows, int keys) {
+    dQ.data += rows * dQ.stride_n;
+    dsink += rows;
+    dK.data += keys * dK.stride_n;
+    dV.data += keys * dV.stride_n;
+  }
+#endif
 };
 
 [[maybe_unused]] constexpr int d_v = HEAD_DIM_V;     // columns of V and O, dV and dO: d, or fewer

@@ -78,6 +78,7 @@
 
 #include "stages/common/tensor.cuh"
 #include "stages/common/mask_params.cuh"
+#include "stages/common/sequences.cuh"
 
 struct FwdParams {           // launch.py fills its twin, field for field
   Tensor Q, K, V, O;
@@ -90,6 +91,21 @@ struct FwdParams {           // launch.py fills its twin, field for field
   const float* sink;         // (H,), a logit in the denominator of each row; used if SINK
   const uint64_t* seed;      // of dropout: a number in HBM, as a CUDA graph may draw it anew; used if DROPOUT
   float dropout;             // with this probability an element of P becomes 0
+#if VARLEN                   // packed sequences: stages/common/sequences.cuh
+  const int* cu_seqlens_q;
+  const int* cu_seqlens_k;
+  int sequences, total_q, total_k;
+
+  __device__ void skip_inputs(int rows, int keys) {
+    Q.data += rows * Q.stride_n;
+    K.data += keys * K.stride_n;
+    V.data += keys * V.stride_n;
+  }
+  __device__ void skip_outputs(int rows, int keys) {
+    O.data += rows * O.stride_n;
+    L += rows;
+  }
+#endif
 };
 
 [[maybe_unused]] constexpr int d_v = HEAD_DIM_V;     // columns of V and O, dV and dO: d, or fewer

@@ -98,23 +98,26 @@ def together(mask, causal: bool) -> Mask:
     return of_causal() & mask if as_bool("causal", causal) else mask
 
 
-NAMES = {"causal": ("q", "k", "v"), "is_causal": ("query", "key", "value")}  # by the flag's name
+# By the flag's name; "varlen": causal, of packed sequences
+NAMES = {"causal": ("q", "k", "v"), "is_causal": ("query", "key", "value"), "varlen": ("q", "k", "v")}
 TILES = ("Br", "Bc", "Br_bwd", "Bc_bwd")
 _calls: dict[tuple, Call] = {}
 
 
 def attend(q, k, v, flag: str, causal: bool, mask: Mask | None, scale: float | None, stage, backward,
            deterministic: bool | None, tiles: dict[str, int], dropout_p: float = 0.0,
-           sink: torch.Tensor | None = None):
-    """(o, L). flag: the name of the argument `causal`, which says how that is aligned."""
+           sink: torch.Tensor | None = None, sequences: tuple = (None, None)):
+    """(o, L). flag: the name of the argument `causal`, which says how that is aligned. sequences:
+    cu_seqlens_q and cu_seqlens_k of Extras."""
     if torch.compiler.is_compiling():
         return _traced(q, k, v, flag, causal, mask, scale, stage, backward, deterministic, tiles, dropout_p,
-                       sink)
+                       sink, sequences)
     if isinstance(stage, Path):
         stage = stage.absolute()
     if isinstance(backward, Path):
         backward = backward.absolute()
-    key = _key(q, k, v, flag, causal, mask, scale, stage, backward, deterministic, tiles, dropout_p, sink)
+    key = _key(q, k, v, flag, causal, mask, scale, stage, backward, deterministic, tiles, dropout_p, sink,
+               sequences)
     call = _calls.get(key) if key else None
     try:
         if call and call.is_current():
@@ -123,16 +126,16 @@ def attend(q, k, v, flag: str, causal: bool, mask: Mask | None, scale: float | N
             of_mask = mask.bind(q, k).tensors if mask else ()
             at_q, at_k, at_v = q.data_ptr(), k.data_ptr(), v.data_ptr()
             if at_q and at_k and at_v and not (at_q | at_k | at_v) % 16:
-                return call.run(q, k, v, as_float(sink), draw_seed(dropout_p, q.device), *of_mask)
+                return call.run(q, k, v, draw_seed(dropout_p, q.device), as_float(sink), *sequences, *of_mask)
         return _check_and_run(key, q, k, v, flag, causal, mask, scale, stage, backward, deterministic, tiles,
-                              dropout_p, sink)
+                              dropout_p, sink, sequences)
     except torch.AcceleratorError as error:
         explain_loss(error)
         raise
 
 
 def _key(q, k, v, flag, causal, mask, scale, stage, backward, deterministic, tiles, dropout_p,
-         sink) -> tuple | None:
+         sink, sequences) -> tuple | None:
     """All that the check and the choice of stages depend on, but addresses; None where they must be anew."""
     if not (type(causal) is bool and (scale is None or type(scale) is float) and type(dropout_p) is float
             and (deterministic is None or type(deterministic) is bool) and current_report() is None):
@@ -166,6 +169,10 @@ def _key(q, k, v, flag, causal, mask, scale, stage, backward, deterministic, til
         if mask:
             key += (mask.text, mask.ints, mask.floats,
                     *((x.shape, x.stride(), x.dtype, x.device, x.requires_grad) for x in tensors))
+        if sequences[0] is not None:
+            if not is_plain(*sequences):
+                return None
+            key += sequences[0].shape
         if dropout_p or sink is not None:
             key += (dropout_p, sink is not None and (sink.shape, sink.dtype, sink.device, sink.requires_grad))
         if tiles:
@@ -202,7 +209,7 @@ class Checked:
 
 
 def checked(q, k, v, flag, causal, mask, scale, stage, backward, deterministic, tiles, dropout_p=0.0,
-            sink=None) -> Checked:
+            sink=None, sequences=(None, None)) -> Checked:
     """Check the arguments, those of the backward pass, too; choose the stages. Errors: as of attention()."""
     names = NAMES[flag]
     check_dimensions(q, k, v, names)
@@ -228,14 +235,14 @@ def checked(q, k, v, flag, causal, mask, scale, stage, backward, deterministic, 
     dropout_p = as_probability(dropout_p)
     check_sink(sink, q)
     sink = as_float(sink)
-    operator |= has_dispatch(*of_mask, *(() if sink is None else (sink,)))
+    operator |= has_dispatch(*of_mask, *(x for x in (sink, *sequences) if x is not None))
     named = {f"mask: {name}": x for name, x in zip(names_of_mask(visible), of_mask)}
     if sink is not None:
         named["sink"] = sink
     check_memory({name: x for name, x in named.items() if is_plain(x)})
     for name, x in named.items():
         check_tangent(name, x)
-    extras = Extras(dropout_p, None, sink)
+    extras = Extras(dropout_p, None, sink, *sequences)
     forward = choose(stage, q, "fwd", deterministic, visible, extras, **forward_tiles)
     check_mask(forward[0], visible)
     needs_gradients = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v, *named.values()))
@@ -276,7 +283,8 @@ def _check_and_run(key: tuple | None, *arguments):
     mask = mask_file(found.visible)
     if q.device.type == "cuda":
         causal = isinstance(found.visible, int)
-        options = mask, v.shape[3], extras.dropout_p > 0, extras.sink is not None
+        options = (mask, v.shape[3], extras.dropout_p > 0, extras.sink is not None,
+                   extras.cu_seqlens_q is not None)
         build_variants(stage, q.dtype, q.shape[3], causal, q.device, False, found.scale < 0, *options)
         if later:
             dtype = q.dtype if q.dtype in later.dtypes else later.dtypes[0]
@@ -284,18 +292,18 @@ def _check_and_run(key: tuple | None, *arguments):
                            *options)
     o = empty_output(q, v, "meta")  # its layout, without memory
     plan = plan_for(stage, tiles, False, found.visible, found.scale,
-                    {"Q": q, "K": k, "V": v, "O": o, "sink": extras.sink}, extras.dropout_p)
+                    {"Q": q, "K": k, "V": v, "O": o, **extras.tensors}, extras.dropout_p)
     call = Call(plan, found.visible, found.scale, found.backward if later else None,
                 stage_files(later, *[mask] if mask else []) if later else None, found.converted,
                 extras.dropout_p)
     if key and found.columns == v.shape[3]:
         keep(_calls, key, call)
-    o, lse = call.run(q, k, v, extras.sink, extras.seed, *mask_tensors(found.visible))
+    o, lse = call.run(q, k, v, *extras[1:], *mask_tensors(found.visible))
     return _narrowed(o, v, found.columns), lse
 
 
 def _traced(q, k, v, flag, causal, mask, scale, stage, backward, deterministic, tiles, dropout_p,
-            sink):
+            sink, sequences):
     """The same under torch.compile and torch.export: the operator checks what cannot be traced."""
     q, k, v = autocast(q, k, v, stage, backward)
     check_dimensions(q, k, v, NAMES[flag])
@@ -305,7 +313,7 @@ def _traced(q, k, v, flag, causal, mask, scale, stage, backward, deterministic, 
     visible = _visible(q, k, flag, causal, mask)
     dropout_p = as_probability(dropout_p)
     check_sink(sink, q)
-    extras = Extras(dropout_p, draw_seed(dropout_p, q.device), as_float(sink))
+    extras = Extras(dropout_p, draw_seed(dropout_p, q.device), as_float(sink), *sequences)
     columns = v.shape[3]
     if columns < q.shape[3] and not _take_d_v(q.device.type, q.dtype, q.shape[3], as_text(stage),
                                               as_text(backward), deterministic):

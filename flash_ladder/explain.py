@@ -168,7 +168,7 @@ def _choice(call: Checked, direction: str, asked, stage: Stage, tiles: dict[str,
     tensors: dict[str, torch.Tensor | None] = {"Q": q, "K": k, "V": v, "O": o}
     if direction == "bwd":
         tensors |= {"dO": o, "dQ": q, "dK": k, "dV": v}
-    plan = plan_for(stage, tiles, deterministic, call.visible, call.scale, tensors | {"sink": extras.sink},
+    plan = plan_for(stage, tiles, deterministic, call.visible, call.scale, tensors | extras.tensors,
                     extras.dropout_p)
     causal = isinstance(call.visible, int)
     mask = mask_file(call.visible)

@@ -1,4 +1,4 @@
-"""What few calls ask for beside a mask: dropout of P, and a sink."""
+"""What few calls ask for beside a mask: dropout of P, a sink, and several sequences in a row."""
 
 from __future__ import annotations
 
@@ -18,11 +18,21 @@ class Extras(NamedTuple):
         dropout_p: the probability with which an element of P becomes 0.
         seed: (1,) int64, on q's device: what its random numbers are made of; None if dropout_p is 0.
         sink: (H,) float32, contiguous: a logit in the denominator of each row; None: there is none.
+        cu_seqlens_q, cu_seqlens_k: (sequences + 1,) int32, contiguous: where the rows of q's sequences, and
+            of k's and v's, begin, and at last where they end: see sequences.py. None: all is one.
     """
 
     dropout_p: float = 0.0
     seed: torch.Tensor | None = None
     sink: torch.Tensor | None = None
+    cu_seqlens_q: torch.Tensor | None = None
+    cu_seqlens_k: torch.Tensor | None = None
+
+    @property
+    def tensors(self) -> dict[str, torch.Tensor | None]:
+        """By their names, and in the order, of stage.py's TENSORS."""
+        return {"sink": self.sink, "seed": self.seed, "cu_seqlens_q": self.cu_seqlens_q,
+                "cu_seqlens_k": self.cu_seqlens_k}
 
 
 NO_EXTRAS = Extras()
@@ -68,8 +78,12 @@ def draw_seed(dropout_p: float, device: torch.device) -> torch.Tensor | None:
 
 def check_takes(stage: Stage, extras: Extras) -> None:
     """Raise ValueError for a stage that does not know what the call asks for."""
-    for what, asked in (("dropout", extras.dropout_p > 0), ("sink", extras.sink is not None)):
+    for what, asked in (("dropout", extras.dropout_p > 0), ("sink", extras.sink is not None),
+                        ("varlen", extras.cu_seqlens_q is not None)):
         if asked and what not in stage.takes:
             those = [s.name for s in stages(stage.direction)
                      if what in s.takes and set(s.dtypes) & set(stage.dtypes)]
-            raise ValueError(f"{stage} takes no {what}; of its type these do: {', '.join(those) or 'none'}")
+            also = ("; every stage from flash2 and recompute on takes attention(q[None].transpose(1, 2), "
+                    "..., mask=flash.masks.document(ids))") * (what == "varlen")
+            raise ValueError(f"{stage} takes no {what}; of its type these do: {', '.join(those) or 'none'}"
+                             f"{also}")

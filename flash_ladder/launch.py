@@ -70,7 +70,29 @@ class BwdParams(ctypes.Structure):
                 ("dsink", ctypes.c_void_p)]
 
 
+_SEQUENCES: Any = [*((f"cu_seqlens_{x}", ctypes.c_void_p) for x in "qk"),
+              *((x, ctypes.c_int) for x in ("sequences", "total_q", "total_k"))]
+
+
+class VarlenFwdParams(FwdParams):
+    """With -DVARLEN=1."""
+
+    _fields_ = _SEQUENCES
+
+
+class VarlenBwdParams(BwdParams):
+    """With -DVARLEN=1."""
+
+    _fields_ = _SEQUENCES
+
+
 PARAMS = {"fwd": FwdParams, "bwd": BwdParams}
+VARLEN_PARAMS = {"fwd": VarlenFwdParams, "bwd": VarlenBwdParams}
+
+
+def params_of(direction: str, varlen: bool) -> Any:
+    """The twin that a launch fills."""
+    return (VARLEN_PARAMS if varlen else PARAMS)[direction]
 
 
 class Files:
@@ -179,15 +201,16 @@ def load(stage: Stage, macros: dict[str, str | Path], device: torch.device) -> L
     library = _libraries.get(key)
     if library is None or not library.files.are_unchanged():
         direction = stage.direction
-        library = _libraries[key] = Library(f"flash_{direction}", PARAMS[direction], macros, device,
-                                            f"{direction}_{stage.name}", stage, report is not None)
+        library = _libraries[key] = Library(
+            f"flash_{direction}", params_of(direction, "VARLEN" in macros), macros, device,
+            f"{direction}_{stage.name}", stage, report is not None)
     return library
 
 
 def definitions(stage: Stage, dtype: torch.dtype, d: int, causal: bool, tiles: dict[str, int],
                 deterministic: bool = False, negative_scale: bool = False,
                 mask: Path | None = None, d_v: int | None = None, dropout: bool = False,
-                sink: bool = False) -> dict[str, str | Path]:
+                sink: bool = False, varlen: bool = False) -> dict[str, str | Path]:
     """The macros that flash_fwd.cu or flash_bwd.cu is compiled with; a path stands for a file to include.
 
     mask: a mask's file, if it is another one than that of `causal`. d_v: columns of v, if they are not d.
@@ -198,7 +221,8 @@ def definitions(stage: Stage, dtype: torch.dtype, d: int, causal: bool, tiles: d
               "BLOCK_R": str(tiles["Br"]), "BLOCK_C": str(tiles["Bc"])}
     if d_v not in (None, d):
         macros["HEAD_DIM_V"] = str(d_v)
-    macros |= {name: "1" for name, asked in (("DROPOUT", dropout), ("SINK", sink)) if asked}
+    extras = ("DROPOUT", dropout), ("SINK", sink), ("VARLEN", varlen)
+    macros |= {name: "1" for name, asked in extras if asked}
     if stage.direction == "bwd":
         macros["DETERMINISTIC"] = str(int(deterministic and stage.deterministic_on_request))
     return macros

@@ -30,6 +30,7 @@ from .plan import (
     run,
     visible_pairs,
 )
+from .sequences import check_sequences
 from .stage import Stage
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
@@ -55,35 +56,36 @@ class Call:
     def is_current(self) -> bool:
         return self.plan.is_current() and (self.files is None or self.files.are_unchanged())
 
-    def run(self, q, k, v, sink, seed, *of_mask) -> tuple[torch.Tensor, torch.Tensor]:
-        """(o, L), differentiable if it has a backward stage. sink, seed: as of Extras. of_mask: the mask's
-        tensors."""
+    def run(self, q, k, v, *others) -> tuple[torch.Tensor, torch.Tensor]:
+        """(o, L), differentiable if it has a backward stage. others: the tensors of Extras, then the
+        mask's."""
         if self.backward:
-            return _Attention.apply(q, k, v, self, sink, seed, *of_mask)
-        return self.forward(q, k, v, sink, seed, *of_mask)
+            return _Attention.apply(q, k, v, self, *others)
+        return self.forward(q, k, v, *others)
 
-    def forward(self, q, k, v, sink, seed, *of_mask) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(self, q, k, v, seed, sink, cu_seqlens_q, cu_seqlens_k, *of_mask):
         o, lse = forward_outputs(q, v)
-        run(self.plan, {"Q": q, "K": k, "V": v, "O": o, "L": lse, "sink": sink, "seed": seed}, *of_mask)
+        extras = Extras(self.dropout_p, seed, sink, cu_seqlens_q, cu_seqlens_k)
+        run(self.plan, {"Q": q, "K": k, "V": v, "O": o, "L": lse, **extras.tensors}, *of_mask)
         return o, lse
 
 
 class _Attention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, q, k, v, call, sink, seed, *of_mask):
+    def forward(ctx, q, k, v, call, *others):
         ctx.call = call
         ctx.set_materialize_grads(False)  # None for an output that the loss does not depend on
-        o, lse = call.forward(q, k, v, sink, seed, *of_mask)
-        ctx.save_for_backward(q, k, v, o, lse, sink, seed, *of_mask)
+        o, lse = call.forward(q, k, v, *others)
+        ctx.save_for_backward(q, k, v, o, lse, *others)
         return o, lse
 
     @staticmethod
     def backward(ctx, dO, dL):
-        q, k, v, o, lse, sink, seed, *of_mask = ctx.saved_tensors
+        q, k, v, o, lse, seed, sink, cu_seqlens_q, cu_seqlens_k, *of_mask = ctx.saved_tensors
         if dO is None:  # the loss depends on L alone
             dO = torch.zeros_like(o)
         call = ctx.call
-        extras = Extras(call.dropout_p, seed, sink)
+        extras = Extras(call.dropout_p, seed, sink, cu_seqlens_q, cu_seqlens_k)
         stage, tiles, deterministic = call.backward
         visible = call.visible.with_tensors(of_mask) if of_mask else call.visible
         if torch.is_grad_enabled() or not is_plain(q, k, v, o, lse, dO):
@@ -94,7 +96,7 @@ class _Attention(torch.autograd.Function):
         else:
             *gradients, by_sink, by_mask = split(backward(
                 q, k, v, o, lse, dO, dL, visible, call.scale, stage, tiles, deterministic, extras), sink)
-        gradients = (*gradients, None, by_sink, None, *by_mask)
+        gradients = (*gradients, None, None, by_sink, None, None, *by_mask)
         return tuple(x if need else None for x, need in zip(gradients, ctx.needs_input_grad))
 
 
@@ -127,7 +129,7 @@ def of_text(stage: str | None) -> str | Path | None:
 # A stage is given as text, its name or its file's path; None as in attention(). Which pairs count: diagonal,
 # or a mask's text and arguments, or neither.
 _VISIBLE = "SymInt? diagonal, str? mask, Tensor[] mask_tensors, SymInt[] ints, float[] floats"
-_EXTRAS = "float dropout_p, Tensor? seed, Tensor? sink"
+_EXTRAS = "float dropout_p, Tensor? seed, Tensor? sink, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k"
 _OPTIONS = f"{_VISIBLE}, {_EXTRAS}, float? scale, str? stage"
 
 
@@ -167,21 +169,23 @@ def spread(others: list[torch.Tensor], sink: torch.Tensor | None, wanted: list[b
     "flash::forward", mutates_args=(),
     schema=f"(Tensor q, Tensor k, Tensor v, {_OPTIONS}, str? backward, bool? deterministic, int? Br, "
            "int? Bc, int? Br_bwd, int? Bc_bwd, str[] kinds, bool[] wanted) -> (Tensor o, Tensor L)")
-def _forward_op(q, k, v, diagonal, mask, mask_tensors, ints, floats, dropout_p, seed, sink, scale, stage,
-                backward, deterministic, Br, Bc, Br_bwd, Bc_bwd, kinds, wanted):
+def _forward_op(q, k, v, diagonal, mask, mask_tensors, ints, floats, dropout_p, seed, sink, cu_seqlens_q,
+                cu_seqlens_k, scale, stage, backward, deterministic, Br, Bc, Br_bwd, Bc_bwd, kinds, wanted):
     q, k, v = (x.resolve_neg() for x in (q, k, v))
     check_tensors(q, k, v)
-    extras = Extras(dropout_p, seed, sink)
+    check_sequences(cu_seqlens_q, cu_seqlens_k, q, k)
+    extras = Extras(dropout_p, seed, sink, cu_seqlens_q, cu_seqlens_k)
     visible = _visible(diagonal, mask, mask_tensors, ints, floats)
     chosen = choose(of_text(stage), q, "fwd", deterministic, visible, extras, Br=Br, Bc=Bc)
     return forward(q, k, v, visible, scale, *chosen, extras)
 
 
 @_forward_op.register_fake
-def _(q, k, v, diagonal, mask, mask_tensors, ints, floats, dropout_p, seed, sink, scale, stage, backward,
-      deterministic, Br, Bc, Br_bwd, Bc_bwd, kinds, wanted):
+def _(q, k, v, diagonal, mask, mask_tensors, ints, floats, dropout_p, seed, sink, cu_seqlens_q, cu_seqlens_k,
+      scale, stage, backward, deterministic, Br, Bc, Br_bwd, Bc_bwd, kinds, wanted):
     check_tensors(q, k, v, traced=True)
-    extras = Extras(dropout_p, seed, sink)
+    check_sequences(cu_seqlens_q, cu_seqlens_k, q, k, traced=True)
+    extras = Extras(dropout_p, seed, sink, cu_seqlens_q, cu_seqlens_k)
     choose(of_text(stage), q, "fwd", deterministic, diagonal, extras, Br=Br, Bc=Bc)
     inputs = q, k, v, *mask_tensors, *(() if sink is None else (sink,))
     gradients = torch.is_grad_enabled() and any(x.requires_grad for x in inputs)
@@ -196,9 +200,10 @@ def _(q, k, v, diagonal, mask, mask_tensors, ints, floats, dropout_p, seed, sink
            "bool deterministic, int? Br, int? Bc, str[] kinds, bool[] wanted) -> "
            "(Tensor dq, Tensor dk, Tensor dv, Tensor[] others)")
 def _backward_op(q, k, v, o, L, dO, dL, diagonal, mask, mask_tensors, ints, floats, dropout_p, seed, sink,
-                 scale, stage, deterministic, Br, Bc, kinds, wanted):
+                 cu_seqlens_q, cu_seqlens_k, scale, stage, deterministic, Br, Bc, kinds, wanted):
     q, k, v = (x.resolve_neg() for x in (q, k, v))
     check_tensors(q, k, v)
+    check_sequences(cu_seqlens_q, cu_seqlens_k, q, k)
     rows, output = (q.shape[:3], torch.float32), ((*q.shape[:3], v.shape[3]), q.dtype)
     for name, x, (shape, dtype) in (("o", o, output), ("dO", dO, output),
                                     ("L", L, rows), ("dL", dL, rows)):
@@ -208,7 +213,7 @@ def _backward_op(q, k, v, o, L, dO, dL, diagonal, mask, mask_tensors, ints, floa
             raise ValueError(f"{name} must have shape {tuple(shape)} and type {dtype} and be on {q.device}; "
                              f"it has {tuple(x.shape)} and {x.dtype} and is on {x.device}")
         check_tangent(name, x)
-    extras = Extras(dropout_p, seed, sink)
+    extras = Extras(dropout_p, seed, sink, cu_seqlens_q, cu_seqlens_k)
     visible = _visible(diagonal, mask, mask_tensors, ints, floats, kinds, wanted)
     chosen = choose(of_text(stage), q, "bwd", deterministic, visible, extras, Br=Br, Bc=Bc)
     dq, dk, dv, *others = backward(q, k, v, o, L, dO, dL, visible, scale, *chosen, deterministic, extras)
@@ -216,8 +221,8 @@ def _backward_op(q, k, v, o, L, dO, dL, diagonal, mask, mask_tensors, ints, floa
 
 
 @_backward_op.register_fake
-def _(q, k, v, o, L, dO, dL, diagonal, mask, mask_tensors, ints, floats, dropout_p, seed, sink, scale, stage,
-      deterministic, Br, Bc, kinds, wanted):
+def _(q, k, v, o, L, dO, dL, diagonal, mask, mask_tensors, ints, floats, dropout_p, seed, sink, cu_seqlens_q,
+      cu_seqlens_k, scale, stage, deterministic, Br, Bc, kinds, wanted):
     check_tensors(q, k, v, traced=True)
     choose(of_text(stage), q, "bwd", deterministic, diagonal, Br=Br, Bc=Bc)
     others = [x.new_empty(x.shape) for x in (*(() if sink is None else (sink,)),
@@ -226,31 +231,32 @@ def _(q, k, v, o, L, dO, dL, diagonal, mask, mask_tensors, ints, floats, dropout
 
 
 def _save(ctx, inputs, output) -> None:
-    (q, k, v, diagonal, mask, mask_tensors, ints, floats, dropout_p, seed, sink, scale, _, backward,
-     deterministic, _, _, Br, Bc, kinds, wanted) = inputs
+    (q, k, v, diagonal, mask, mask_tensors, ints, floats, dropout_p, seed, sink, cu_seqlens_q, cu_seqlens_k,
+     scale, _, backward, deterministic, _, _, Br, Bc, kinds, wanted) = inputs
     if deterministic is None and torch.are_deterministic_algorithms_enabled():  # it may not be by then
         stage, _ = choose(of_text(backward), q, "bwd", None, diagonal, Br=Br, Bc=Bc)
         deterministic = stage.can_be_deterministic
-    ctx.save_for_backward(q, k, v, *output, seed, sink, *mask_tensors)
+    ctx.save_for_backward(q, k, v, *output, seed, sink, cu_seqlens_q, cu_seqlens_k, *mask_tensors)
     ctx.set_materialize_grads(False)  # None for an output that the loss does not depend on
     ctx.visible, ctx.dropout_p = (diagonal, mask, ints, floats), dropout_p
     ctx.options = scale, backward, bool(deterministic), Br, Bc, kinds, wanted
 
 
 def _differentiate(ctx, dO, dL):
-    q, k, v, o, L, seed, sink, *of_mask = ctx.saved_tensors
+    q, k, v, o, L, seed, sink, cu_seqlens_q, cu_seqlens_k, *of_mask = ctx.saved_tensors
     if dO is None:  # the loss depends on L alone
         dO = torch.zeros_like(o)
     diagonal, mask, ints, floats = ctx.visible
     *gradients, others = torch.ops.flash.backward(q, k, v, o, L, dO, dL, diagonal, mask, of_mask, ints,
-                                                  floats, ctx.dropout_p, seed, sink, *ctx.options)
+                                                  floats, ctx.dropout_p, seed, sink, cu_seqlens_q,
+                                                  cu_seqlens_k, *ctx.options)
     needed = (x if need else None for x, need in zip(gradients, ctx.needs_input_grad))
     wanted = ctx.options[-1]
     by_sink, by_mask = spread(others, sink, wanted)
     by_tensors = by_mask or [None] * len(of_mask)
     # An empty list may be one of tensors, so PyTorch wants a list for it
     of_lists: list[list | None] = [None if x else [] for x in (ints, floats, ctx.options[-2], wanted)]
-    return (*needed, None, None, by_tensors, *of_lists[:2], None, None, by_sink, *[None] * 8, *of_lists[2:])
+    return (*needed, None, None, by_tensors, *of_lists[:2], None, None, by_sink, *[None] * 10, *of_lists[2:])
 
 
 _forward_op.register_autograd(_differentiate, setup_context=_save)

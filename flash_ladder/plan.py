@@ -20,14 +20,15 @@ from .checks import aligned, as_scale
 from .devices import shared_memory_per_block
 from .extras import NO_EXTRAS, Extras, check_takes
 from .inspection import current_report
-from .launch import PARAMS, Library, MaskTensor, Tensor, definitions, explain_loss, latest, load
+from .launch import Library, MaskTensor, Tensor, definitions, explain_loss, latest, load, params_of
 from .loader import debug
 from .registry import find_stage, stages
 from .stage import MANY, TENSORS, Stage
 from .tiles import tiles_of
 
 OUTPUTS = {"fwd": ("O", "L"), "bwd": ("dQ", "dK", "dV", "dsink")}
-VECTORS = ("L", "dL", "sink", "seed", "dsink")  # contiguous: an address without strides
+# Contiguous: an address without strides
+VECTORS = ("L", "dL", "sink", "seed", "cu_seqlens_q", "cu_seqlens_k", "dsink")
 MOST_PLANS = 4096                        # kept; the oldest goes first
 
 Visible = int | Bound | None             # query i sees key j <= i + this; what a mask says; all of them
@@ -80,15 +81,20 @@ class Plan:
     """
 
     __slots__ = ("stage", "library", "device", "visible", "_at", "_template", "_words", "_workspace_floats",
-                 "_tiles")
+                 "_tiles", "_struct")
 
     def __init__(self, stage: Stage, tiles: dict[str, int], deterministic: bool, visible: Visible,
                  scale: float, tensors: dict[str, torch.Tensor | None], dropout_p: float = 0.0):
         q, k, v = tensors["Q"], tensors["K"], tensors["V"]
-        struct = PARAMS[stage.direction]
+        starts = tensors.get("cu_seqlens_q")
+        struct = self._struct = params_of(stage.direction, starts is not None)
         diagonal = visible if isinstance(visible, int) else 0
         params = struct(B=q.shape[0], H=q.shape[1], H_kv=k.shape[1], N_q=q.shape[2], N_k=k.shape[2],
                         diagonal=diagonal, scale=scale, dropout=dropout_p)
+        if starts is not None:  # whole tiles of all sequences: stages/common/sequences.cuh
+            params.sequences, params.total_q, params.total_k = len(starts) - 1, q.shape[2], k.shape[2]
+            params.N_q, params.N_k = ((N // tiles[name] + params.sequences) * tiles[name]
+                                      for N, name in ((q.shape[2], "Br"), (k.shape[2], "Bc")))
         params.mask.B = params.mask.H = 1
         params.mask.ints[0] = diagonal
         for name, x in tensors.items():
@@ -96,12 +102,13 @@ class Plan:
                 setattr(params, name, Tensor(None, *strides_of(x)))
         self.stage, self.device, self._tiles = stage, q.device, tiles
         self.visible = visible.with_tensors(()) if isinstance(visible, Bound) else visible
-        at = [getattr(struct, name).offset for name in TENSORS[stage.direction]]
+        at = [getattr(struct, name).offset if hasattr(struct, name) else 0  # of what is None
+              for name in TENSORS[stage.direction]]
         if isinstance(visible, Bound):
             at += fill_mask(params.mask, visible, struct.mask.offset)
         macros = definitions(stage, q.dtype, q.shape[3], isinstance(visible, int), tiles, deterministic,
                              scale < 0, mask_file(visible), v.shape[3], dropout_p > 0,
-                             tensors.get("sink") is not None)
+                             tensors.get("sink") is not None, starts is not None)
         self.library: Library = load(stage, macros, q.device)
         self._workspace_floats = -(-self.library.workspace_bytes(ctypes.byref(params)) // 4)
         self._template = bytes(params)
@@ -153,7 +160,7 @@ class Plan:
         outputs = {name: named[name] for name in OUTPUTS[direction] if name in named}
         outputs[self.stage.workspace] = torch.empty(self._workspace_floats, dtype=torch.float32,
                                                     device=device)
-        params = PARAMS[direction].from_buffer_copy(self._template)
+        params = self._struct.from_buffer_copy(self._template)
         own = dict(zip(self._mask_names(), tensors[len(TENSORS[direction]):]))
         gradient = own.pop(GRADIENT, None)
         if gradient is not None:
@@ -178,6 +185,11 @@ class Plan:
             bound = self.visible.with_tensors([x.clone() for x in own.values()])
             report.add_masked(str(self.stage), flops * N_q * N_k, functools.partial(
                 tiles_of, bound, N_q, N_k, self._tiles["Br"], self._tiles["Bc"], device, q.dtype))
+        elif "cu_seqlens_q" in named:
+            lengths = (named[name].diff().tolist() for name in ("cu_seqlens_q", "cu_seqlens_k"))
+            report.flops_without_mask += flops * sum(
+                visible_pairs(N_q, N_k, None if self.visible is None else N_k - N_q)
+                for N_q, N_k in zip(*lengths))
         else:
             report.flops_without_mask += flops * visible_pairs(N_q, N_k, self.visible)
 
@@ -193,8 +205,10 @@ GRADIENT = "dMask"
 
 def strides_of(x: torch.Tensor) -> list[int]:
     """Of B, H and N. In a dimension of size 1 any stride is legal, such as 1; a row's length stands for it:
-    copies of rows past the last one read nothing, but need an address that is aligned."""
-    return [x.shape[3] if size == 1 else stride for size, stride in zip(x.shape[:3], x.stride())]
+    copies of rows past the last one read nothing, but need an address that is aligned. In that of batch
+    elements 0: packed sequences have several, in one."""
+    B, H, N = (x.shape[3] if size == 1 else stride for size, stride in zip(x.shape[:3], x.stride()))
+    return [0 if x.shape[0] == 1 else B, H, N]
 
 
 _plans: dict[tuple, Plan] = {}
@@ -211,6 +225,7 @@ def plan_for(stage: Stage, tiles: dict[str, int], deterministic: bool, visible: 
     key = (stage, *tiles.values(), deterministic,
            visible.layout if isinstance(visible, Bound) else visible, scale, q.dtype, q.device, debug(),
            report and report.runtime, dropout_p, tensors.get("sink") is not None,
+           None if (starts := tensors.get("cu_seqlens_q")) is None else len(starts),
            *((x.shape, x.stride()) for name, x in tensors.items() if name not in VECTORS))
     plan = _plans.get(key)
     if plan is None or not plan.is_current():
@@ -231,7 +246,7 @@ def forward(q, k, v, visible: Visible, scale: float | None, stage: Stage, tiles:
             extras: Extras = NO_EXTRAS):
     """(o, L), for tensors that check_tensors passed."""
     o, lse = forward_outputs(q, v)
-    tensors = {"Q": q, "K": k, "V": v, "O": o, "L": lse, "sink": extras.sink, "seed": extras.seed}
+    tensors = {"Q": q, "K": k, "V": v, "O": o, "L": lse, **extras.tensors}
     run(plan_for(stage, tiles, False, visible, as_scale(scale, q.shape[3]), tensors, extras.dropout_p),
         tensors, *mask_tensors(visible))
     return o, lse
@@ -300,7 +315,7 @@ def backward(q, k, v, o, lse, do, dlse, visible: Visible, scale: float | None, s
         return (*(x.to(q.dtype) for x in gradients[:3]),
                 *(x if x is None or x.dim() == 1 else x.to(q.dtype) for x in gradients[3:]))
     tensors = {"Q": q, "K": k, "V": v, "O": aligned(o), "dO": aligned(do), "L": lse.contiguous(),
-               "dL": None if dlse is None else dlse.contiguous(), "sink": extras.sink, "seed": extras.seed,
+               "dL": None if dlse is None else dlse.contiguous(), **extras.tensors,
                "dQ": empty_like(q), "dK": empty_like(k), "dV": empty_like(v),
                "dsink": None if extras.sink is None else torch.empty_like(lse.contiguous())}
     of_mask = list(mask_tensors(visible))

@@ -25,9 +25,10 @@ DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 MANY = 1 << 62                            # rows of Q, where nobody says how many
 DIRECTIONS = {"fwd": "forward", "bwd": "backward"}
 # Of a call, in the order in which a plan takes them
-TENSORS = {"fwd": ("Q", "K", "V", "O", "L", "sink", "seed"),
-           "bwd": ("Q", "K", "V", "O", "dO", "L", "dL", "sink", "seed", "dQ", "dK", "dV", "dsink")}
-TAKES = ("dropout", "sink", "d_v")        # what not every stage knows; d_v: of another size than d
+TENSORS = {"fwd": ("Q", "K", "V", "O", "L", "sink", "seed", "cu_seqlens_q", "cu_seqlens_k"),
+           "bwd": ("Q", "K", "V", "O", "dO", "L", "dL", "sink", "seed", "cu_seqlens_q", "cu_seqlens_k", "dQ",
+                   "dK", "dV", "dsink")}
+TAKES = ("dropout", "sink", "d_v", "varlen")  # what not every stage knows; d_v: of another size than d
 DETERMINISM = {"yes": (True, False), "no": (False, False), "on request": (False, True)}
 
 

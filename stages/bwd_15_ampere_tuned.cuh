@@ -5,7 +5,7 @@
 // after:   ordered_dq
 // default: sm_80
 // deterministic: on request
-// takes:   dropout, sink, d_v
+// takes:   dropout, sink, d_v, varlen
 // tiles:   Br=64 Bc=128; d > 128: Br=64 Bc=64
 // limits:  Br in (32, 64, 128); Bc in (32, 64, 128); Br <= Bc
 // shared:  4 * (Bc + 2 * Br) * ((d + 63) // 64 * 64) + 4 * Bc * max(Br, 64) + 16 * Br
@@ -34,7 +34,8 @@
 // HBM traffic without caches (hbm, above): as in ordered_dq.
 //
 // Changed from ordered_dq: the list above. And it takes dropout (common/drop_transposed.cuh), a sink and a V
-// of d_v < d columns, as recompute does. With dropout the warps for dV drop of P, those for dK of dP.
+// of d_v < d columns, as recompute does. With dropout the warps for dV drop of P, those for dK of dP. And it
+// takes packed sequences (common/sequences.cuh): 192 bytes a thread are then spilled at d = 128.
 //
 // Bound by the latency of its own instructions, as registers leave room for 8 warps, and still by barriers:
 // tensor cores busy 39 % of the time, shared memory 48 %, issue slots 36 % (H200, bf16, B4 H12 N1024 d64
@@ -51,6 +52,7 @@
 #include "common/prepare.cuh"
 #include "common/product.cuh"
 #include "common/reduce_heads.cuh"
+#include "common/sequences.cuh"
 #include "common/strips.cuh"
 #include "common/tile16.cuh"
 
@@ -81,8 +83,10 @@ __global__ void __launch_bounds__(threads) backward_kernel(BwdParams p, Workspac
   const int Tr = ceil_div(p.N_q, Br), heads = p.B * p.H;                 // lines 1, 2
   // line 5: masked, blocks that most rows see come first, of 16 or 8 heads: L2 holds their Q, dO and dQ
   const Work work = dispatch_order(gridDim.x / heads, heads, CAUSAL ? 16 : Mask::all_keys ? 1 : 8);
-  const int j = first_j + work.tile, bh = work.bh;
-  const int b = bh / p.H, h = bh % p.H, h_kv = h / (p.H / p.H_kv);
+  int j = first_j + work.tile, b = work.bh / p.H;
+  if (!enter_sequence_of_K(p, b, j)) return;
+  const int bh = work.bh, h = bh % p.H, h_kv = h / (p.H / p.H_kv);
+  const int first_i = tiles_of_Q_before(p, b);       // in L, D and dQ_accum
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const bool makes_dV = warp < warps / 2;            // else dK and dQ
   const int first_key = warp % (warps / 2) * warp_rows;                  // this warp's rows of the tile
@@ -100,7 +104,7 @@ __global__ void __launch_bounds__(threads) backward_kernel(BwdParams p, Workspac
 
   auto start_copies = [&](int t) {                                       // line 9
     const int i = tiles[t], buffer = t % 2 * Br * pitch, row = threadIdx.x % (Br / 4) * 4;
-    const int64_t from = ((int64_t)bh * Tr + i) * Br + row;
+    const int64_t from = ((int64_t)bh * Tr + first_i + i) * Br + row;
     copy_tile<threads>(Q_smem + buffer, tile_index, p.Q.head(b, h), p.Q.stride_n, i * Br, Br, p.N_q);
     copy_tile<threads, d_v>(dO_smem + buffer, tile_index, p.dO.head(b, h), p.dO.stride_n, i * Br, Br, p.N_q);
     if (threadIdx.x < Br / 4) cp_async_16(shared_address(L_smem + t % 2 * Br + row), w.L + from);
@@ -123,7 +127,7 @@ __global__ void __launch_bounds__(threads) backward_kernel(BwdParams p, Workspac
   auto add_dQ = [&](int t) {                                             // line 15: dS_ij K_j, added in HBM
     const int i = tiles[t];
     const Operand dS = dST + t % 2 * Bc * PT_pitch;
-    float* dQ = w.dQ_accum + ((j % dQ_copies * (int64_t)heads + bh) * Tr + i) * Br * d;
+    float* dQ = w.dQ_accum + ((j % dQ_copies * (int64_t)heads + bh) * Tr + first_i + i) * Br * d;
     #pragma unroll
     for (int step = 0; step < dQ_steps; step++) {
       constexpr int frags = (dQ_frags + dQ_steps - 1) / dQ_steps;
@@ -207,11 +211,11 @@ __global__ void __launch_bounds__(threads) backward_kernel(BwdParams p, Workspac
   if (!makes_dV && tiles.first < tiles.end) add_dQ(tiles.end - 1);
 
   if (p.H > p.H_kv) {                                                    // line 18: this head's part
-    float* part = dKV_parts + ((makes_dV ? heads : 0) + bh) * (int64_t)p.N_k * d;
+    float* part = dKV_parts + ((makes_dV ? heads : 0) + bh) * (int64_t)all_rows_of_K(p) * d;
     for_each_two(sum_reg, [&](float& x, float& y, int row, int col) {
       const int key = j * Bc + first_key + row;
       if (key < p.N_k && col < d)
-        *reinterpret_cast<float2*>(part + (int64_t)key * d + col) = make_float2(x, y);
+        *reinterpret_cast<float2*>(part + (rows_of_K_before(p, b) + key) * d + col) = make_float2(x, y);
     });
     return;
   }
@@ -223,7 +227,8 @@ __global__ void __launch_bounds__(threads) backward_kernel(BwdParams p, Workspac
     *reinterpret_cast<uint32_t*>(sum_smem + tile_index(first_key + row, col)) = packed;
   });
   __syncwarp();                             // a warp reads the rows that it wrote, now 16 bytes at a time
-  const Tensor& out = makes_dV ? p.dV : p.dK;
+  enter_outputs_of_K(p, first_j + work.tile);
+  const TensorOfParams out = makes_dV ? p.dV : p.dK;
   const int col = lane % row_threads * 8, columns = makes_dV ? d_v : d;
   for (int row = first_key + lane / row_threads; row < first_key + warp_rows; row += 32 / row_threads) {
     if (j * Bc + row < p.N_k && col < columns)
@@ -256,6 +261,7 @@ cudaError_t launch(const BwdParams& p, cudaStream_t stream) {
   }
   convert_dQ_kernel<<<p.B * p.H * ceil_div(p.N_q, convert_rows), 256, 0, stream>>>(p, w.dQ_accum, dQ_copies);
   if (p.H > p.H_kv)
-    reduce_heads_kernel<<<p.B * p.H_kv * ceil_div(p.N_k, block_rows), 256, 0, stream>>>(p, dKV_parts);
+    reduce_heads_kernel<<<p.B * p.H_kv * ceil_div(all_rows_of_K(p), block_rows), 256, 0, stream>>>(
+        p, dKV_parts);
   return cudaGetLastError();
 }

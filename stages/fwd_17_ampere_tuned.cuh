@@ -4,7 +4,7 @@
 // needs:   sm_80
 // after:   wide_warps
 // default: sm_80
-// takes:   dropout, sink, d_v
+// takes:   dropout, sink, d_v, varlen
 // tiles:   Br=128 Bc=128; d > 64: Br=128 Bc=64;
 //          (rows < 65536 or window <= 1024) and d <= 64 or rows < 32768 and causal: Br=64 Bc=64;
 //          d > 128: Br=64 Bc=80
@@ -30,7 +30,8 @@
 //     by l is the fast one.
 //
 // Changed from wide_warps: these. And it takes a sink, dropout (common/drop.cuh: eight elements of a lane
-// share four random words) and a V of d_v < d columns, as the fp32 stages do from flash2 on.
+// share four random words) and a V of d_v < d columns, as the fp32 stages do from flash2 on; and packed
+// sequences (common/sequences.cuh), with which up to 16 bytes a thread are spilled.
 //
 // HBM traffic without caches (hbm, above): as in flash2, with 2 bytes an element; L stays a float.
 //
@@ -44,6 +45,7 @@
 #include "common/mask.cuh"
 #include "common/mma.cuh"
 #include "common/order.cuh"
+#include "common/sequences.cuh"
 #include "common/softmax.cuh"
 #include "common/strips.cuh"
 #include "common/swizzle.cuh"
@@ -67,8 +69,9 @@ __device__ __forceinline__ int tile_index(int row, int col) { return swizzled(ro
 __global__ void __launch_bounds__(threads, blocks_per_sm) forward_kernel(FwdParams p) {
   const int Tr = ceil_div(p.N_q, Br), heads = p.B * p.H;                 // lines 1, 2
   const Work work = dispatch_order(Tr, heads, CAUSAL ? heads : 16);      // line 3
-  const int i = Tr - 1 - work.tile, bh = work.bh;
-  const int b = bh / p.H, h = bh % p.H, h_kv = h / (p.H / p.H_kv);
+  int i = Tr - 1 - work.tile, b = work.bh / p.H;
+  if (!enter_sequence_of_Q(p, b, i)) return;
+  const int bh = work.bh, h = bh % p.H, h_kv = h / (p.H / p.H_kv);
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const int warp_row = i * Br + warp * warp_rows;    // the first of this warp's rows
   const Mask mask(p, b, h);
@@ -188,7 +191,9 @@ __global__ void __launch_bounds__(threads, blocks_per_sm) forward_kernel(FwdPara
   // With 32 rows a warp, no register is left to keep bh through the loops. So it is worked out again, from
   // another expression for the number of heads, as the compiler would recognise the same one and keep it.
   const int heads_again = gridDim.x / Tr;
-  const int bh_again = strips == 1 ? bh : dispatch_order(Tr, heads_again, CAUSAL ? heads_again : 16).bh;
+  const Work again = dispatch_order(Tr, heads_again, CAUSAL ? heads_again : 16);
+  const int bh_again = strips == 1 ? bh : again.bh;
+  enter_outputs_of_Q(p, Tr - 1 - again.tile);
   #pragma unroll
   for (int r = 0; r < 2 * strips; r++) {
     const int row = warp_row + lane / 4 + 8 * r;
@@ -196,7 +201,7 @@ __global__ void __launch_bounds__(threads, blocks_per_sm) forward_kernel(FwdPara
     const float inv_l = l == 0.f ? 0.f : __fdividef(dropout_scale(p), l);     // l is 1 or more: may be fast
     for_row(O_reg[r / 2], r % 2, [&](float& x) { x *= inv_l; });         // line 12
     if (lane % 4 == 0 && row < p.N_q)                                    // lines 13, 15
-      p.L[(int64_t)bh_again * p.N_q + row] = l == 0.f ? -INFINITY : LN_2 * (m[r] + log2f(l));
+      p.L[(int64_t)bh_again * all_rows_of_L(p) + row] = l == 0.f ? -INFINITY : LN_2 * (m[r] + log2f(l));
   }
   ELEMENT* O = p.O.head(bh_again / p.H, bh_again % p.H);
   ELEMENT* O_smem = Q_smem + warp * warp_rows * pitch;     // this warp's rows, which no other one reads

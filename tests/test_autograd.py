@@ -29,7 +29,8 @@ def pairs_of(dtype) -> list:
 PAIRS = [pytest.param(*pair, id="-".join(map(str, pair)).replace("torch.", ""))
          for dtype in flash.DTYPES.values() for pair in pairs_of(dtype)]
 STAGES = {"stage": "flash2", "backward": "naive"}  # of all tests of one shape: so they build once
-ALL_PAIRS = None, None, [], [], [], 0.0, None, None  # of an operator: no diagonal, mask, dropout or sink
+# Of an operator: no diagonal, mask, dropout, sink or sequences
+ALL_PAIRS = None, None, [], [], [], 0.0, None, None, None, None
 
 
 def leaves(device="cpu", needed="qkv", d=16, dtype=torch.float32):

@@ -359,8 +359,7 @@ def test_compile_checkpoint_and_opcheck():
         torch.testing.assert_close(mine, theirs)
     seed = torch.tensor([11])
     torch.library.opcheck(torch.ops.flash.forward, (
-        *x, None, None, [], [], [], 0.3, seed, sink, None, "flash2", None, None, None, None, None, None,
-        [], []))
+        *x, None, None, [], [], [], 0.3, seed, sink, None, None, None, "flash2", *[None] * 6, [], []))
 
 
 def test_with_operators_the_same(monkeypatch):

@@ -28,6 +28,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import flash
 from flash_ladder import attention, launch, plan
+from flash_ladder.extras import NO_EXTRAS
 from flash_ladder.grid import errors, gradient_errors, wrong
 from flash_ladder.values import shown
 
@@ -177,7 +178,7 @@ def call(kernels: Kernels, run: Run, q, k, v):
                                backward=names[1], return_lse=True, deterministic=kernels.deterministic,
                                **kernels.tiles)
     tiles = [kernels.tiles.get(name) for name in ("Br", "Bc", "Br_bwd", "Bc_bwd")]
-    return torch.ops.flash.forward(q, k, v, run.diagonal, None, [], [], [], 0.0, None, None, scale, *names,
+    return torch.ops.flash.forward(q, k, v, run.diagonal, None, [], [], [], *NO_EXTRAS, scale, *names,
                                    kernels.deterministic, *tiles, [], [])
 
 

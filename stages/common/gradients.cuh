@@ -49,7 +49,9 @@ __global__ void __launch_bounds__(256) convert_dQ_kernel(BwdParams p, const floa
   const int blocks = ceil_div(p.N_q, convert_rows), bh = blockIdx.x / blocks, N = padded(p.N_q);
   const int fragment = threadIdx.x / 8, col = fragment % row_threads * 8, in_fragment = threadIdx.x % 8;
   const int strip = blockIdx.x % blocks * convert_rows + fragment / row_threads * 16;    // of 16 rows
-  if (strip >= p.N_q || col >= HEAD_DIM) return;
+  int first_row = strip;
+  enter_sequence_of_row(p, first_row);
+  if (first_row >= p.N_q || col >= HEAD_DIM) return;
   float sum[2][8] = {};
   for (int copy = 0; copy < dQ_copies; copy++) {
     const float* from = dQ_accum + ((copy * (int64_t)p.B * p.H + bh) * N + strip) * HEAD_DIM + 16 * col +
@@ -63,7 +65,7 @@ __global__ void __launch_bounds__(256) convert_dQ_kernel(BwdParams p, const floa
     }
   }
   for (int half = 0; half < 2; half++) {
-    const int row = strip + in_fragment + 8 * half;
+    const int row = first_row + in_fragment + 8 * half;
     if (row < p.N_q)
       store8(p.dQ.head(bh / p.H, bh % p.H), row * p.dQ.stride_n + col, sum[half], p.scale);
   }

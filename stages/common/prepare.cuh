@@ -2,6 +2,7 @@
 #pragma once
 #include "exp2.cuh"
 #include "mma.cuh"
+#include "sequences.cuh"
 
 // A thread has 8 columns of a row: 16 bytes. So many threads have a row together, and a block so many rows:
 constexpr int row_threads = HEAD_DIM <= 64 ? 8 : HEAD_DIM <= 128 ? 16 : 32, block_rows = 256 / row_threads;
@@ -20,9 +21,10 @@ __host__ __device__ inline int padded(int N_q) { return ceil_div(N_q, BLOCK_R) *
 __global__ void __launch_bounds__(256) prepare_kernel(BwdParams p, Workspace to, int dQ_copies) {
   const int N = padded(p.N_q), blocks = N / block_rows;                  // `blocks` of a head
   const int bh = blockIdx.x / blocks, b = bh / p.H, h = bh % p.H;
-  const int row = blockIdx.x % blocks * block_rows + threadIdx.x / row_threads;
+  int row = blockIdx.x % blocks * block_rows + threadIdx.x / row_threads;
   const int col = threadIdx.x % row_threads * 8;
   const int64_t padded_row = (int64_t)bh * N + row, all_rows = (int64_t)p.B * p.H * N;
+  enter_sequence_of_row(p, row);
 
   float sum = 0.f;
   if (row < p.N_q && col < d_v) {
@@ -41,9 +43,9 @@ __global__ void __launch_bounds__(256) prepare_kernel(BwdParams p, Workspace to,
   }
   if (col > 0) return;
   const bool inside = row < p.N_q;
-  const float L_row = inside ? p.L[(int64_t)bh * p.N_q + row] : INFINITY;
-  if (p.dL && inside) sum -= p.dL[(int64_t)bh * p.N_q + row];   // P_ij is also the derivative of L_i by S_ij
-  if (SINK && inside) p.dsink[(int64_t)bh * p.N_q + row] = -expf(p.sink[h] - L_row) * sum;  // dS, with dP = 0
+  const float L_row = inside ? p.L[(int64_t)bh * all_rows_of_L(p) + row] : INFINITY;
+  if (p.dL && inside) sum -= p.dL[(int64_t)bh * all_rows_of_L(p) + row];   // P_ij is also that of L_i by S_ij
+  if (SINK && inside) p.dsink[(int64_t)bh * all_rows_of_L(p) + row] = -expf(p.sink[h] - L_row) * sum;
   to.L[padded_row] = LOG2_E * L_row;
   to.D[padded_row] = L_row == -INFINITY ? 0.f : sum;   // no key seen: P is 0, but dL may be infinite
 }

@@ -6,16 +6,16 @@
 
 // dKV_parts: dK, then dV, each (B, H, N_k, d). Sums over the query heads of a key head, in their order.
 __global__ void __launch_bounds__(256) reduce_heads_kernel(BwdParams p, const float* dKV_parts) {
-  const int blocks = ceil_div(p.N_k, block_rows), bh = blockIdx.x / blocks;
+  const int blocks = ceil_div(all_rows_of_K(p), block_rows), bh = blockIdx.x / blocks;
   const int b = bh / p.H_kv, h_kv = bh % p.H_kv, group = p.H / p.H_kv;
   const int row = blockIdx.x % blocks * block_rows + threadIdx.x / row_threads;
   const int col = threadIdx.x % row_threads * 8;
-  if (row >= p.N_k) return;
+  if (row >= all_rows_of_K(p)) return;
   auto add_up = [&](const float* parts, const Tensor& out, float scale, int columns) {
     if (col >= columns) return;
     float sum[8] = {};
     for (int h = 0; h < group; h++) {
-      const float* from = parts + (((int64_t)bh * group + h) * p.N_k + row) * HEAD_DIM + col;
+      const float* from = parts + (((int64_t)bh * group + h) * all_rows_of_K(p) + row) * HEAD_DIM + col;
       for (int e = 0; e < 8; e += 4) {
         const float4 x = *reinterpret_cast<const float4*>(from + e);
         sum[e] += x.x;
@@ -27,5 +27,5 @@ __global__ void __launch_bounds__(256) reduce_heads_kernel(BwdParams p, const fl
     store8(out.head(b, h_kv), row * out.stride_n + col, sum, scale);
   };
   add_up(dKV_parts, p.dK, p.scale, HEAD_DIM);
-  add_up(dKV_parts + (int64_t)p.B * p.H * p.N_k * HEAD_DIM, p.dV, dropout_scale(p), d_v);
+  add_up(dKV_parts + (int64_t)p.B * p.H * all_rows_of_K(p) * HEAD_DIM, p.dV, dropout_scale(p), d_v);
 }
