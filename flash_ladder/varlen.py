@@ -22,8 +22,8 @@ def attention_varlen(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqle
                      sink: torch.Tensor | None = None, **tiles: int):
     """attention() of each of several sequences, whose rows follow each other: none sees another one's keys.
 
-        cu_seqlens = torch.tensor([0, 100, 100, 612], dtype=torch.int32)      # of 100, 0 and 512 rows
-        o = flash.attention_varlen(q, k, v, cu_seqlens, causal=True)          # q, k, v: (612, H, d)
+        cu_seqlens = torch.tensor([0, 100, 100, 128], dtype=torch.int32)      # of 100, 0 and 28 rows
+        o = flash.attention_varlen(q, k, v, cu_seqlens, causal=True)          # q, k, v: (128, H, d)
 
     Differentiable, and to be compiled, as attention() is. O and L have the bits that each sequence alone gets
     with the same tiles; and so have gradients, with deterministic=True.

@@ -16,6 +16,7 @@ sys.path.insert(0, str(ROOT))
 import dropout  # noqa: E402
 import headers  # noqa: E402
 import masks  # noqa: E402
+import varlen  # noqa: E402
 from simulated import (  # noqa: E402, F401 - by their names in PARTS
     conflicts,
     counts,
@@ -334,6 +335,12 @@ def measured_dropout() -> str:
     return dropout.table(json.loads(file.read_text())) if file.exists() else ""
 
 
+def measured_varlen() -> str:
+    """Packed sequences on an H200; empty before they are measured."""
+    file = RESULTS / "h200" / "varlen.json"
+    return varlen.table(json.loads(file.read_text())) if file.exists() else ""
+
+
 def lessons() -> str:
     """The notebooks as a Markdown table: title, exercises and bug hunts of each."""
     lines = ["| lesson | exercises | bug hunts |", "|---|---|---|"]
@@ -347,9 +354,8 @@ def lessons() -> str:
 
 
 PARTS = ("ladder", "speed", "lessons", "host", "rungs", "results", "backward", "ratios", "long", "results16",
-         "backward16", "ratios16", "measured_masks", "measured_dropout", "finding",
-         "traffic", "counts", "conflicts",
-         "planted_bugs", "stage_mutants", "sampled_mutants")
+         "backward16", "ratios16", "measured_masks", "measured_dropout", "measured_varlen", "finding",
+         "traffic", "counts", "conflicts", "planted_bugs", "stage_mutants", "sampled_mutants")
 
 
 def updated(texts: dict[str, str]) -> dict[str, str]:
