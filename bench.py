@@ -6,6 +6,7 @@
     python bench.py --rungs                            # what each rung gives: TFLOP/s as a staircase
     python bench.py --pass bwd                         # the gradients; fwd+bwd: both passes; all: all three
     python bench.py --mask window:1024                 # a mask, beside flex_attention and SDPA; also a&b
+    python bench.py --varlen --head-dim 128            # packed sequences of mixed lengths beside one shape
     python bench.py --markdown build/bench/bench_fwd.json --seqlens 1024      # a result as a Markdown table
     python bench.py --inspect flash2                   # every access to memory of one stage, in the simulator
     python bench.py --inspect naive --line fwd_01_naive.cuh:50           # and a picture of one line's

@@ -1,4 +1,6 @@
-"""attention_varlen(): packed sequences, against float64 and one sequence at a time."""
+"""attention_varlen(): packed sequences, against float64 and one sequence at a time; and bench.py --varlen."""
+
+import json
 
 import pytest
 import torch
@@ -6,6 +8,7 @@ from conftest import DEVICES, check, check_gradients, poisoned
 from test_extras import expected_keep, held
 
 import flash
+from flash_ladder.bench import modes, varlen
 from flash_ladder.plan import Plan
 
 M = flash.masks
@@ -106,18 +109,15 @@ def test_a_document_mask_is_the_same():
         torch.testing.assert_close(mine, theirs, rtol=2e-2, atol=2e-2)
 
 
-@pytest.mark.parametrize("mask, causal", [
-    (M.window(20, 3) & M.softcap(5.0), False), (M.alibi(torch.tensor([0.1, 0.4])) & M.prefix(9), True)],
-    ids=["window", "alibi"])
-def test_masks_count_from_each_sequences_last_key(mask, causal):
+def test_masks_count_from_each_sequences_last_key():
     x = Packed([(40, 90), (0, 3), (70, 33)], 2, 2, 32, "cpu")
-    found = x.call(mask=mask, causal=causal, deterministic=True, **TILES)
+    mask = M.window(20, 3) & M.softcap(5.0) & M.alibi(torch.tensor([0.1, 0.4])) & M.prefix(9)
+    found = x.call(mask=mask, deterministic=True, **TILES)
     for rows, keys in x.each():
         if rows.start < rows.stop:
             *leaves, do, dlse = x.alone(rows, keys)
             leaves = [t.requires_grad_() for t in leaves]
-            alone = flash.attention(*leaves, mask=mask, causal=causal, return_lse=True, deterministic=True,
-                                    **TILES)
+            alone = flash.attention(*leaves, mask=mask, return_lse=True, deterministic=True, **TILES)
             gradients = torch.autograd.grad(alone, leaves, (do, dlse))
             at = (rows, None, rows, keys, keys)
             for mine, theirs, part in zip(found, (*alone, *gradients), at):
@@ -247,3 +247,25 @@ def test_refused(options, message):
     with pytest.raises(ValueError) as error:
         flash.attention_varlen(**good(**options))
     assert message in str(error.value)
+
+
+# ------------------------------------------------------------------------------------------ bench.py --varlen
+def test_the_one_shape_has_as_much_work():
+    lengths = varlen.mixed_lengths("cuda")
+    B, N = varlen.one_shape(lengths)
+    assert len(lengths) == 64 and 64 <= min(lengths) < 100 and 7000 < max(lengths) <= 8192
+    assert B * N * N == pytest.approx(sum(n * n for n in lengths), rel=1e-3)
+    assert B * N == pytest.approx(sum(lengths), rel=0.01)
+
+
+def test_bench(tmp_path, capsys):
+    assert modes.main(["--varlen", "--peers", "document,flex", "--heads", "2:1", "--out", str(tmp_path)]) == 0
+    rows = json.loads((tmp_path / "varlen.json").read_text())["rows"]
+    assert {row["name"]: row["status"] for row in rows} == {
+        "varlen": "ok", "one": "ok", "document": "ok", "flex": "failed"}
+    assert all(row["difference"] < 0.01 for row in rows if row["name"] in ("varlen", "document"))
+    out, err = capsys.readouterr()
+    assert "| 64 | causal | forward | " in out and "4 sequences of " in out and "needs a GPU" in err
+    with pytest.raises(SystemExit):
+        modes.main(["--varlen", "--batch", "2"])
+    assert "--varlen: has lengths and stages of its own, and takes no --batch" in capsys.readouterr().err

@@ -18,6 +18,8 @@ from .masked import BLOCKS, SYNTAX, pattern
 from .peers import PEERS as MASK_PEERS
 from .report import PASSES, lengths
 from .rung_cases import with_cases
+from .varlen import PEERS as VARLEN_PEERS
+from .varlen import SEQUENCES
 
 DEFAULTS: dict[str, tuple] = {  # on a GPU, on the CPU
     "seqlens": ([512, 1024, 2048, 4096], [64, 128, 256]), "batch": (4, 1), "heads": ("12", "2"),
@@ -78,6 +80,9 @@ def parse_arguments(argv: list[str] | None = None) -> list[argparse.Namespace]:
     add("--rungs", action="store_true",
         help="time all stages, or --stages, by turns at a few shapes, and draw TFLOP/s by rung. Without a "
              "GPU: HBM traffic and wavefronts of shared memory by rung, counted")
+    add("--varlen", action="store_true",
+        help=f"attention_varlen() for {SEQUENCES} sequences of mixed lengths, beside attention() for one "
+             f"shape with as much work, and peers: {', '.join(VARLEN_PEERS)}; --pass fwd or bwd")
     add("--line", metavar="FILE:LINE",
         help="with --inspect: also draw which lane of a warp touches which bank or sector at this line")
     what.add_argument("--markdown", metavar="JSON", type=Path,
@@ -111,6 +116,11 @@ def parse_arguments(argv: list[str] | None = None) -> list[argparse.Namespace]:
         set_defaults(args)
         if args.rungs:
             each = [with_cases(args)]
+        elif args.varlen:
+            check_shape(args)
+            args.peers = choose_peers(args.peers, varlen=True)
+            args.direction, args.stages = ",".join(args.passes), []
+            each = [args]
         else:
             check_shape(args)
             args.peers = choose_peers(args.peers, bool(args.mask))
@@ -135,6 +145,14 @@ def set_defaults(args: argparse.Namespace) -> None:
             raise ValueError("--rungs: draws each pass alone: --pass fwd, bwd or fwd,bwd")
         args.passes = args.passes or ["fwd", "bwd"]
         return
+    if args.varlen:
+        others = ("inspect", "sweep", "stages", "seqlens", "batch", "mask", "checkpoint", "preset")
+        if given := [name for name in others if getattr(args, name) is not None]:
+            raise ValueError(f"--varlen: has lengths and stages of its own, and takes no --{given[0]}")
+        if "fwd+bwd" in (args.passes or ()):
+            raise ValueError("--varlen: times each pass alone: --pass fwd, bwd or fwd,bwd")
+        args.dtype, args.peers = args.dtype or "bf16", args.peers or ",".join(VARLEN_PEERS)
+        args.heads = args.heads or ("16" if args.device.type == "cuda" else "2")
     args.passes = args.passes or ["fwd"]
     if args.checkpoint and args.passes != ["fwd+bwd"]:
         raise ValueError("--checkpoint: goes with --pass fwd+bwd")

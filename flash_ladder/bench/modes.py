@@ -28,6 +28,7 @@ from .competitors import Competitor, competitors, of_stage
 from .measuring import ceiling, count_traffic, edit_to_result, empty_row, failure, measure, origin
 from .report import results_table, show, show_sweep, title, write, write_sweep
 from .rungs import rungs
+from .varlen import varlen
 
 TILE_SIZES = (8, 16, 32, 48, 64, 80, 96, 112, 128, 160, 192, 256)     # that --sweep tries, of those that fit
 SIMULATED = "No GPU here: the stages' times are the simulator's, on the CPU. They say nothing about a GPU's."
@@ -169,8 +170,9 @@ def main(argv: list[str] | None = None) -> int:
     if each[0].markdown:
         print("\n\n".join(results_table(each[0].data, N) for N in each[0].seqlens))
         return 0
-    if each[0].inspect or each[0].sweep or each[0].rungs:
-        mode = inspect if each[0].inspect else sweep if each[0].sweep else rungs
+    if each[0].inspect or each[0].sweep or each[0].rungs or each[0].varlen:
+        mode = (inspect if each[0].inspect else sweep if each[0].sweep else rungs if each[0].rungs
+                else varlen)
         try:
             return mode(each[0])
         except KeyboardInterrupt:
