@@ -13,6 +13,7 @@ from .masks import FAR, Diagonal, Mask
 
 # Of these a sequence's mask is that of a call of its own. Tensors, if any, are the same for all sequences.
 MASKS = ("none", "causal", "window", "prefix", "alibi", "softcap")
+MOST_SEQUENCES = 1 << 20
 
 
 def check_packed(q, k, v) -> None:
@@ -51,6 +52,8 @@ def check_sequences(cu_seqlens_q: torch.Tensor | None, cu_seqlens_k: torch.Tenso
                 or len(starts) < 2):
             raise ValueError(f"{name} must be a dense torch.int32 of shape (sequences + 1,), not "
                              f"{starts.dtype} of shape {tuple(starts.shape)}")
+        if len(starts) > MOST_SEQUENCES + 1:
+            raise ValueError(f"{name} has {len(starts) - 1} sequences; at most 2^20 are possible")
         if starts.device != x.device:
             raise ValueError(f"{name} is on {starts.device}, {of} on {x.device}: move it there")
         if traced or starts.device.type != "cpu" or not has_memory(starts):

@@ -23,14 +23,19 @@ __device__ __forceinline__ int tiles_before(const int* cu_seqlens, int b, int ro
   return cu_seqlens[b] / rows + b;
 }
 
-// Which sequence has a tile, of all there are: the last one of those that begin with it, or before it
+// Which sequence has a tile, of all there are: the last one that begins with it, or before it. It is one of
+// the `span` sequences from b on. The lanes of a warp look at 32 of them, `step` apart; then it is one of the
+// `step` from the last of these that has begun.
 __device__ __forceinline__ int sequence_of(int tile, const int* cu_seqlens, int sequences, int rows) {
-  int begun = 0;
-  for (int first = 0; first < sequences; first += 32) {
-    const int n = first + threadIdx.x % 32;
-    begun += __popc(__ballot_sync(0xffffffff, n < sequences && tiles_before(cu_seqlens, n, rows) <= tile));
+  int b = 0;
+  for (int span = sequences; span > 0;) {
+    const int step = (span + 31) / 32, n = b + threadIdx.x % 32 * step;
+    const bool inside = n < min(b + span, sequences);
+    const bool begun = inside && tiles_before(cu_seqlens, n, rows) <= tile;
+    b += (__popc(__ballot_sync(0xffffffff, begun)) - 1) * step;
+    span = step > 1 ? step : 0;
   }
-  return begun - 1;
+  return b;
 }
 
 // Of all tiles it is `tile`: make it that of its sequence, b and p those of the sequence. Returns whether it
