@@ -12,7 +12,8 @@
 // At most one tile a sequence has no rows, as sequence 1's: its block ends at once. Scratch memory has whole
 // tiles, in the same order. To the host it is a call of one batch element with so many tiles; and to a block
 // that has entered a sequence, p is what it would be if that were the only one.
-#pragma once
+#ifndef STAGES_COMMON_SEQUENCES     // not #pragma once, as in mask.cuh: mutants have a copy in the stage
+#define STAGES_COMMON_SEQUENCES
 
 #ifndef VARLEN
 #define VARLEN 0
@@ -133,4 +134,5 @@ __host__ __device__ int all_rows_of_K(const Params& p) {
 using TensorOfParams = Tensor;
 #else
 using TensorOfParams = const Tensor&;
+#endif
 #endif
