@@ -26,6 +26,7 @@ from flash_ladder.attention import attention
 from flash_ladder.checks import MAX_HEAD_DIM
 from flash_ladder.devices import default_device, describe_device, shared_memory_per_block
 from flash_ladder.inspection import can_inspect, inspect
+from flash_ladder.kvcache import attention_kvcache
 from flash_ladder.launch import definitions
 from flash_ladder.loader import BUILD, build, build_simulator
 from flash_ladder.nvcc import find_nvcc, nvcc_version
@@ -36,7 +37,8 @@ from flash_ladder.stage import DTYPES, FIELDS, Available, Stage
 from flash_ladder.varlen import attention_varlen
 
 __all__ = ["BUILD", "DTYPES", "FIELDS", "MAX_HEAD_DIM", "ROOT", "STAGES", "Available", "Difference",
-           "Explanation", "Report", "Stage", "__version__", "attention", "attention_varlen", "build",
+           "Explanation", "Report", "Stage", "__version__", "attention", "attention_kvcache",
+           "attention_varlen", "build",
            "build_simulator", "can_inspect", "compile", "default_device", "definitions", "describe_device",
            "diff", "explain", "find_nvcc", "find_stage", "inspect", "lineage", "masks", "nvcc_version",
            "parent", "read_stage", "scaled_dot_product_attention", "shared_memory_per_block", "stages"]

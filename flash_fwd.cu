@@ -7,7 +7,8 @@
 //
 // (ELEMENT is __half or __nv_bfloat16 for the stages in 16 bits. NEGATIVE_SCALE is 1 for a scale below 0.
 // MASK_FILE says which scores count: one of stages/masks, or your own. See stages/common/rule.cuh. Where a
-// call asks for it, there are also DROPOUT=1, SINK=1, and HEAD_DIM_V, the columns of V and O, if fewer.)
+// call asks for it, there are also DROPOUT=1, SINK=1, and HEAD_DIM_V, the columns of V and O, if fewer; of K
+// and V that are a cache, KV_CACHE=1, and, if that is in pages, PAGE_SIZE.)
 // flash.py passes them, builds on first use and calls flash_fwd(). Nothing here needs PyTorch's headers: a
 // build takes a second.
 //
@@ -60,6 +61,8 @@
 //   stages/fwd_16_wide_warps.cuh        32 rows a warp: a fragment of K or V serves two products
 //   stages/fwd_17_ampere_tuned.cuh      what is left: order of blocks, tile sizes, one buffer at d > 128, O
 //                                       by 16-byte stores
+//   stages/fwd_18_split_kv.cuh          decoding: query heads of a key head in one tile, which reads K and V
+//                                       once; keys split over blocks
 // A stage starts with lines for flash_ladder/registry.py: the stage that it grew from (after); at the end of
 // a branch, the architecture from which on calls take it (default); what it knows of dropout, sinks and d_v
 // (takes); tile sizes and conditions on them (tiles, limits); in bytes the shared memory of a block (shared)
@@ -91,6 +94,10 @@ struct FwdParams {           // launch.py fills its twin, field for field
   const float* sink;         // (H,), a logit in the denominator of each row; used if SINK
   const uint64_t* seed;      // of dropout: a number in HBM, as a CUDA graph may draw it anew; used if DROPOUT
   float dropout;             // with this probability an element of P becomes 0
+  const int* seqlens_k;      // (B,), of the N_k keys those that a batch element has; used if KV_CACHE
+  const int* block_table;    // (B, pages), where pages of K and V are: tensors (pages, H_kv, PAGE_SIZE, d)
+  int pages;                 // N_k / PAGE_SIZE
+  int splits;                // ranges of keys, as the stage's header has it, or the call
 #if VARLEN                   // packed sequences: stages/common/sequences.cuh
   const int* cu_seqlens_q;
   const int* cu_seqlens_k;

@@ -21,6 +21,7 @@ from .masks import Mask, as_mask
 from .masks import causal as of_causal
 from .operators import Call, as_arguments, as_text, has_dispatch, is_plain, of_text, wanted_of
 from .plan import (
+    Keys,
     Visible,
     check_mask,
     choose,
@@ -243,16 +244,18 @@ def checked(q, k, v, flag, causal, mask, scale, stage, backward, deterministic, 
     for name, x in named.items():
         check_tangent(name, x)
     extras = Extras(dropout_p, None, sink, *sequences)
-    forward = choose(stage, q, "fwd", deterministic, visible, extras, **forward_tiles)
-    check_mask(forward[0], visible)
     needs_gradients = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v, *named.values()))
+    forward = choose(stage, q, "fwd", deterministic, visible, extras,
+                     Keys(k, not needs_gradients), **forward_tiles)
+    check_mask(forward[0], visible)
     for name, x in (*zip(names, (q, k, v), strict=True), *named.items()):
         if needs_gradients and x.is_inference():
             raise ValueError(f"{name} was made in inference mode, so autograd cannot keep it: pass "
                              f"{name.removeprefix('mask: ')}.clone()")
     chosen = None
     if needs_gradients or backward is not None or backward_tiles:
-        backward, sizes = choose(backward, q, "bwd", deterministic, visible, extras, **backward_tiles)
+        backward, sizes = choose(backward, q, "bwd", deterministic, visible, extras, None,
+                                 **backward_tiles)
         check_mask(backward, visible)
         # as torch.use_deterministic_algorithms() says now: it may not in the backward pass
         wanted = torch.are_deterministic_algorithms_enabled() if deterministic is None else deterministic

@@ -33,11 +33,13 @@ class Bound:
     kinds: tuple[str, ...] = ()          # of gradients, as in Argument of masks.py,
     wanted: tuple[bool, ...] = ()        # and whether there is to be one
     names: tuple[str, ...] = ()
+    diagonals: int = 0                   # bit n: to ints[n] the kernel adds N_k - N_q, which it alone knows
 
     @property
     def layout(self) -> tuple:
         """All that a plan depends on: everything but addresses."""
-        return (self.text, self.ints, self.floats, *((x.shape, x.stride(), x.dtype) for x in self.tensors))
+        return (self.text, self.ints, self.floats, self.diagonals,
+                *((x.shape, x.stride(), x.dtype) for x in self.tensors))
 
     @property
     def file(self) -> Path:
@@ -75,6 +77,7 @@ def strides_of(x: torch.Tensor) -> list[int]:
 def fill_mask(params, visible: Bound, start: int) -> list[int]:
     """Write a mask's arguments, but addresses, to a MaskParams; where those come, in bytes."""
     params.B, params.H = visible.extents
+    params.diagonals = visible.diagonals
     params.ints[:len(visible.ints)] = visible.ints
     params.floats[:len(visible.floats)] = visible.floats
     for n, x in enumerate(visible.tensors):

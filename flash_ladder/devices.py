@@ -21,6 +21,14 @@ def describe_device(device: torch.device) -> str:
     return f"CPU, in the simulator ({os.cpu_count()} cores), PyTorch {torch.__version__}"
 
 
+def multiprocessors(device: torch.device) -> tuple[int, int]:
+    """How many there are, and bytes of shared memory of one."""
+    if device.type == "cpu":
+        return simulator.MULTIPROCESSORS
+    properties = torch.cuda.get_device_properties(device)
+    return properties.multi_processor_count, properties.shared_memory_per_multiprocessor
+
+
 def shared_memory_per_block(device: torch.device) -> int:
     """Bytes of shared memory that a block may ask for."""
     if device.type == "cpu":

@@ -17,7 +17,7 @@ from .bound import Bound
 from .compiled import Kernel, kernels_of
 from .launch import definitions
 from .masks import Mask
-from .plan import empty_output, flops_of_pair, mask_file, plan_for, visible_pairs, window_of
+from .plan import Keys, empty_output, flops_of_pair, mask_file, plan_for, visible_pairs, window_of
 from .registry import why_this
 from .sources import ROOT, source_files
 from .stage import Stage
@@ -180,6 +180,7 @@ def _choice(call: Checked, direction: str, asked, stage: Stage, tiles: dict[str,
         kernels = kernels_of(stage, macros, architecture)
     except RuntimeError as error:
         problem = str(error)
+    sizes = Keys(k).sizes(q) if stage.calls else None
     flops = flops_of_pair(direction, d, v.shape[3]) * B * H * visible_pairs(N_q, N_k, call.visible)
     of_mask = None
     if isinstance(call.visible, Bound) and math.prod(call.visible.extents) * N_q * N_k <= MOST_SCORES:
@@ -190,12 +191,12 @@ def _choice(call: Checked, direction: str, asked, stage: Stage, tiles: dict[str,
     if named:
         why_tiles = f"{' and '.join(named)} by the call"
     elif tiles == stage.default_tiles(d, 1 << (B * H * N_q).bit_length() - 1, causal,
-                                      window_of(call.visible)):
+                                      window_of(call.visible), N_q * H // H_kv):
         why_tiles = "the header's rule for this d, size and mask"
     else:
         why_tiles = "the nearest to the header's that fit into this device's shared memory"
     return Choice(
-        stage, why_this(stage, asked, q.dtype, q.device, wanted, d), tiles, why_tiles,
+        stage, why_this(stage, asked, q.dtype, q.device, wanted, d, sizes), tiles, why_tiles,
         stage.shared_bytes(d, tiles), plan.workspace_bytes,
         flops, of_mask,
         stage.hbm_bytes(B, H, N_q, N_k, d, H_kv=H_kv, **tiles), architecture, tuple(kernels), problem,

@@ -38,6 +38,22 @@ class Extras(NamedTuple):
 NO_EXTRAS = Extras()
 
 
+class Cache(NamedTuple):
+    """Of K and V that are a cache, whose lengths the GPU knows: what a plan depends on.
+
+    Attributes:
+        pages: that a batch element has at most; 0: it is not in pages.
+        splits: ranges of keys that a stage which splits them makes; 0: as many as it wants.
+    """
+
+    pages: int = 0
+    splits: int = 0
+
+    def N_k(self, k: torch.Tensor) -> int:
+        """The keys that a batch element has at most. k: (B, H_kv, N_k, d), or (pages, H_kv, PAGE_SIZE, d)."""
+        return k.shape[2] * max(self.pages, 1)
+
+
 def as_probability(dropout_p) -> float:
     try:
         p = float(dropout_p)
@@ -76,10 +92,10 @@ def draw_seed(dropout_p: float, device: torch.device) -> torch.Tensor | None:
     return torch.randint(-(1 << 63), (1 << 63) - 1, (1,), dtype=torch.int64, device=device)
 
 
-def check_takes(stage: Stage, extras: Extras) -> None:
-    """Raise ValueError for a stage that does not know what the call asks for."""
+def check_takes(stage: Stage, extras: Extras, cached: bool = False) -> None:
+    """Raise ValueError for a stage that does not know what the call asks for. cached: K and V are a cache."""
     for what, asked in (("dropout", extras.dropout_p > 0), ("sink", extras.sink is not None),
-                        ("varlen", extras.cu_seqlens_q is not None)):
+                        ("varlen", extras.cu_seqlens_q is not None), ("kv_cache", cached)):
         if asked and what not in stage.takes:
             those = [s.name for s in stages(stage.direction)
                      if what in s.takes and set(s.dtypes) & set(stage.dtypes)]

@@ -32,9 +32,10 @@ THIN = [GRID[n] for n in (0, 2, 4, 6, 8)]
 
 
 def is_end(stage) -> bool:
-    """Whether a stage is an end of a branch: a root, a fork or a leaf of the ladder. One's own file is."""
+    """Whether a stage is an end of a branch: a root, a fork or a leaf of the ladder, or what calls take.
+    One's own file is."""
     children = [s for s in stages(stage.direction) if s.after == stage.name]
-    return not stage.after or len(children) != 1 or not stage.number
+    return not stage.after or len(children) != 1 or bool(stage.default) or not stage.number
 
 
 def cases_for(stage) -> list[tuple]:

@@ -46,8 +46,8 @@ class MaskParams(ctypes.Structure):
     """struct MaskParams of stages/common/mask_params.cuh."""
 
     _fields_ = [("tensors", MaskTensor * 4), ("ints", ctypes.c_int * 8), ("floats", ctypes.c_float * 4),
-                ("B", ctypes.c_int), ("H", ctypes.c_int), ("lists", ctypes.c_void_p),
-                ("gradient", ctypes.c_void_p)]
+                *((x, ctypes.c_int) for x in ("diagonals", "B", "H")),
+                *((x, ctypes.c_void_p) for x in ("lists", "gradient"))]
 
 
 _SIZES: list[tuple[str, Any]] = [*((x, ctypes.c_int) for x in ("B", "H", "H_kv", "N_q", "N_k", "diagonal")),
@@ -59,7 +59,9 @@ class FwdParams(ctypes.Structure):
     """struct FwdParams of flash_fwd.cu."""
 
     _fields_ = [*((x, Tensor) for x in ("Q", "K", "V", "O")),
-                *((x, ctypes.c_void_p) for x in ("L", "workspace")), *_SIZES]
+                *((x, ctypes.c_void_p) for x in ("L", "workspace")), *_SIZES,
+                *((x, ctypes.c_void_p) for x in ("seqlens_k", "block_table")),
+                *((x, ctypes.c_int) for x in ("pages", "splits"))]
 
 
 class BwdParams(ctypes.Structure):
@@ -210,10 +212,12 @@ def load(stage: Stage, macros: dict[str, str | Path], device: torch.device) -> L
 def definitions(stage: Stage, dtype: torch.dtype, d: int, causal: bool, tiles: dict[str, int],
                 deterministic: bool = False, negative_scale: bool = False,
                 mask: Path | None = None, d_v: int | None = None, dropout: bool = False,
-                sink: bool = False, varlen: bool = False) -> dict[str, str | Path]:
+                sink: bool = False, kv_cache: bool = False, page_size: int = 0,
+                varlen: bool = False) -> dict[str, str | Path]:
     """The macros that flash_fwd.cu or flash_bwd.cu is compiled with; a path stands for a file to include.
 
     mask: a mask's file, if it is another one than that of `causal`. d_v: columns of v, if they are not d.
+    page_size: of a cache in pages, the rows of one; 0: it is in none.
     """
     macros: dict[str, str | Path] = {"STAGE_FILE": stage.path, "ELEMENT": ELEMENTS[dtype], "HEAD_DIM": str(d),
               "MASK_FILE": mask or STAGES / "masks" / ("causal.cuh" if causal else "none.cuh"),
@@ -221,8 +225,10 @@ def definitions(stage: Stage, dtype: torch.dtype, d: int, causal: bool, tiles: d
               "BLOCK_R": str(tiles["Br"]), "BLOCK_C": str(tiles["Bc"])}
     if d_v not in (None, d):
         macros["HEAD_DIM_V"] = str(d_v)
-    extras = ("DROPOUT", dropout), ("SINK", sink), ("VARLEN", varlen)
-    macros |= {name: "1" for name, asked in extras if asked}
+    flags = {"DROPOUT": dropout, "SINK": sink, "KV_CACHE": kv_cache, "VARLEN": varlen}
+    macros |= {name: "1" for name, asked in flags.items() if asked}
+    if page_size:
+        macros["PAGE_SIZE"] = str(page_size)
     if stage.direction == "bwd":
         macros["DETERMINISTIC"] = str(int(deterministic and stage.deterministic_on_request))
     return macros

@@ -114,13 +114,13 @@ class Mask:
         """Draw them, of one batch element and head."""
         return self.tiles(N_q, N_k, Br=Br, Bc=Bc).plot(b=b, h=h)
 
-    def bind(self, q: torch.Tensor, k: torch.Tensor) -> Bound:
-        """It, for a call of attention.
+    def bind(self, q: torch.Tensor, k: torch.Tensor, most_keys: int | None = None) -> Bound:
+        """It, for a call of attention. most_keys: N_k of a cache; how many keys there are, the kernel knows.
 
         Raises:
             ValueError: for tensors that do not fit q (B, H, N_q, d) and k (B, H_kv, N_k, d).
         """
-        B, H, N_q, N_k = q.shape[0], q.shape[1], q.shape[2], k.shape[2]
+        B, H, N_q, N_k = q.shape[0], q.shape[1], q.shape[2], k.shape[2] if most_keys is None else most_keys
         sizes = {"B": B, "H": H, "q": N_q, "k": N_k, "d": N_q + N_k - 1}
         tensors = []
         for name, x, extents, gradient, number in self.arguments:
@@ -143,11 +143,14 @@ class Mask:
             if gradient == "elements":
                 x = x.to(q.dtype)
             tensors.append(x)
-        ints = tuple(N_k - N_q + n.offset if isinstance(n, Diagonal) else n for n in self.ints)
+        from_last = N_k - N_q if most_keys is None else 0
+        ints = tuple(from_last + n.offset if isinstance(n, Diagonal) else n for n in self.ints)
+        of_kernel = [most_keys is not None and isinstance(n, Diagonal) for n in self.ints]
         return Bound(self.text, tuple(tensors), ints, self.floats,
                      tuple(each.gradient for each in self.arguments),
                      tuple(torch.is_grad_enabled() and x.requires_grad for x in tensors),
-                     tuple(each.name for each in self.arguments))
+                     tuple(each.name for each in self.arguments),
+                     sum(is_one << n for n, is_one in enumerate(of_kernel)))
 
 
 def as_mask(mask) -> Mask:

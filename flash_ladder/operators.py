@@ -18,6 +18,7 @@ from .bound import Bound
 from .checks import check_tangent, check_tensors
 from .extras import NO_EXTRAS, Extras
 from .plan import (
+    Keys,
     Plan,
     Visible,
     backward,
@@ -130,7 +131,7 @@ def of_text(stage: str | None) -> str | Path | None:
 # or a mask's text and arguments, or neither.
 _VISIBLE = "SymInt? diagonal, str? mask, Tensor[] mask_tensors, SymInt[] ints, float[] floats"
 _EXTRAS = "float dropout_p, Tensor? seed, Tensor? sink, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k"
-_OPTIONS = f"{_VISIBLE}, {_EXTRAS}, float? scale, str? stage"
+OPTIONS = f"{_VISIBLE}, {_EXTRAS}, float? scale, str? stage"
 
 
 def as_arguments(visible: Visible, extras: Extras = NO_EXTRAS) -> tuple:
@@ -140,7 +141,7 @@ def as_arguments(visible: Visible, extras: Extras = NO_EXTRAS) -> tuple:
     return visible, None, [], [], [], *extras
 
 
-def _visible(diagonal, mask, tensors, ints, floats, kinds=(), wanted=()) -> Visible:
+def visible_of(diagonal, mask, tensors, ints, floats, kinds=(), wanted=()) -> Visible:
     if mask is None:
         return diagonal
     names = tuple(f"tensor_{n}" for n in range(len(tensors)))
@@ -167,7 +168,7 @@ def spread(others: list[torch.Tensor], sink: torch.Tensor | None, wanted: list[b
 
 @torch.library.custom_op(
     "flash::forward", mutates_args=(),
-    schema=f"(Tensor q, Tensor k, Tensor v, {_OPTIONS}, str? backward, bool? deterministic, int? Br, "
+    schema=f"(Tensor q, Tensor k, Tensor v, {OPTIONS}, str? backward, bool? deterministic, int? Br, "
            "int? Bc, int? Br_bwd, int? Bc_bwd, str[] kinds, bool[] wanted) -> (Tensor o, Tensor L)")
 def _forward_op(q, k, v, diagonal, mask, mask_tensors, ints, floats, dropout_p, seed, sink, cu_seqlens_q,
                 cu_seqlens_k, scale, stage, backward, deterministic, Br, Bc, Br_bwd, Bc_bwd, kinds, wanted):
@@ -175,8 +176,9 @@ def _forward_op(q, k, v, diagonal, mask, mask_tensors, ints, floats, dropout_p, 
     check_tensors(q, k, v)
     check_sequences(cu_seqlens_q, cu_seqlens_k, q, k)
     extras = Extras(dropout_p, seed, sink, cu_seqlens_q, cu_seqlens_k)
-    visible = _visible(diagonal, mask, mask_tensors, ints, floats)
-    chosen = choose(of_text(stage), q, "fwd", deterministic, visible, extras, Br=Br, Bc=Bc)
+    visible = visible_of(diagonal, mask, mask_tensors, ints, floats)
+    chosen = choose(of_text(stage), q, "fwd", deterministic, visible, extras, Keys(k), Br=Br,
+                    Bc=Bc)
     return forward(q, k, v, visible, scale, *chosen, extras)
 
 
@@ -196,7 +198,7 @@ def _(q, k, v, diagonal, mask, mask_tensors, ints, floats, dropout_p, seed, sink
 
 @torch.library.custom_op(
     "flash::backward", mutates_args=(),
-    schema=f"(Tensor q, Tensor k, Tensor v, Tensor o, Tensor L, Tensor dO, Tensor? dL, {_OPTIONS}, "
+    schema=f"(Tensor q, Tensor k, Tensor v, Tensor o, Tensor L, Tensor dO, Tensor? dL, {OPTIONS}, "
            "bool deterministic, int? Br, int? Bc, str[] kinds, bool[] wanted) -> "
            "(Tensor dq, Tensor dk, Tensor dv, Tensor[] others)")
 def _backward_op(q, k, v, o, L, dO, dL, diagonal, mask, mask_tensors, ints, floats, dropout_p, seed, sink,
@@ -214,7 +216,7 @@ def _backward_op(q, k, v, o, L, dO, dL, diagonal, mask, mask_tensors, ints, floa
                              f"it has {tuple(x.shape)} and {x.dtype} and is on {x.device}")
         check_tangent(name, x)
     extras = Extras(dropout_p, seed, sink, cu_seqlens_q, cu_seqlens_k)
-    visible = _visible(diagonal, mask, mask_tensors, ints, floats, kinds, wanted)
+    visible = visible_of(diagonal, mask, mask_tensors, ints, floats, kinds, wanted)
     chosen = choose(of_text(stage), q, "bwd", deterministic, visible, extras, Br=Br, Bc=Bc)
     dq, dk, dv, *others = backward(q, k, v, o, L, dO, dL, visible, scale, *chosen, deterministic, extras)
     return dq, dk, dv, [x for x in others if x is not None]

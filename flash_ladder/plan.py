@@ -11,14 +11,15 @@ import ctypes
 import functools
 import warnings
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
 from .bound import Bound, fill_mask, gradients_of
 from .bound import strides_of as mask_strides_of
 from .checks import aligned, as_scale
-from .devices import shared_memory_per_block
-from .extras import NO_EXTRAS, Extras, check_takes
+from .devices import multiprocessors, shared_memory_per_block
+from .extras import NO_EXTRAS, Cache, Extras, check_takes
 from .inspection import current_report
 from .launch import Library, MaskTensor, Tensor, definitions, explain_loss, latest, load, params_of
 from .loader import debug
@@ -28,29 +29,64 @@ from .tiles import tiles_of
 
 OUTPUTS = {"fwd": ("O", "L"), "bwd": ("dQ", "dK", "dV", "dsink")}
 # Contiguous: an address without strides
-VECTORS = ("L", "dL", "sink", "seed", "cu_seqlens_q", "cu_seqlens_k", "dsink")
+VECTORS = ("L", "dL", "sink", "seed", "seqlens_k", "block_table", "cu_seqlens_q", "cu_seqlens_k", "dsink")
 MOST_PLANS = 4096                        # kept; the oldest goes first
 
 Visible = int | Bound | None             # query i sees key j <= i + this; what a mask says; all of them
 
 
+class Keys(NamedTuple):
+    """What stages that are for some calls only look at.
+
+    Attributes:
+        k: (B, H_kv, N_k, d); of a cache in pages (pages, H_kv, page_size, d).
+        alone: nobody needs gradients.
+        cache: what k is, or None.
+    """
+
+    k: torch.Tensor
+    alone: bool = True
+    cache: Cache | None = None
+
+    def sizes(self, q: torch.Tensor) -> dict[str, int] | None:
+        """Those of Stage.is_for(), if they are known."""
+        B, H, N_q, d = q.shape
+        N_k = self.cache.N_k(self.k) if self.cache else self.k.shape[2]
+        sizes = {"B": B, "H": H, "H_kv": self.k.shape[1], "N_q": N_q, "N_k": N_k, "d": d}
+        return sizes if all(isinstance(size, int) for size in sizes.values()) else None
+
+
 def choose(stage, q: torch.Tensor, direction: str = "fwd", deterministic: bool | None = False,
-           visible: Visible = None, extras: Extras = NO_EXTRAS,
+           visible: Visible = None, extras: Extras = NO_EXTRAS, keys: Keys | None = None,
            **tiles: int | None) -> tuple[Stage, dict[str, int]]:
-    """The stage that a call asks for, and its tile sizes; checked."""
+    """The stage that a call asks for, and its tile sizes; checked. keys: None: they are not known, and
+    without a name only a stage that is for any call is taken."""
     d = int(q.shape[3])
-    stage = find_or_convert(stage, q.dtype, q.device, direction, deterministic, d)
-    check_takes(stage, extras)
+    sizes = keys.sizes(q) if keys and keys.alone and not extras.dropout_p and not by_head(visible) else None
+    stage = find_or_convert(stage, q.dtype, q.device, direction, deterministic, d, sizes)
+    check_takes(stage, extras, keys is not None and keys.cache is not None)
+    if "masks by head" in stage.refuses and by_head(visible):
+        raise ValueError(f"{stage} takes no mask that differs from head to head, as its tiles have rows of "
+                         f"several: {stage.after} does")
     chosen = {name: size for name, size in tiles.items() if size is not None}
     rows = q.shape[0] * q.shape[1] * q.shape[2]
     if not isinstance(rows, int):  # traced with dynamic shapes: the operator will see a number
         rows = MANY
+    packed = q.shape[2] * q.shape[1] // keys.k.shape[1] if keys else 1
+    if not isinstance(packed, int):
+        packed = 1
     return stage, stage.tiles(d, shared_memory_per_block(q.device), rows,
-                              isinstance(visible, int), window_of(visible), **chosen)
+                              isinstance(visible, int), window_of(visible), packed, **chosen)
+
+
+def by_head(visible: Visible) -> bool:
+    """Whether a mask differs from head to head."""
+    return isinstance(visible, Bound) and visible.extents[1] > 1
 
 
 def find_or_convert(stage, dtype: torch.dtype, device: torch.device, direction: str,
-                    deterministic: bool | None = False, d: int | None = None) -> Stage:
+                    deterministic: bool | None = False, d: int | None = None,
+                    sizes: dict[str, int] | None = None) -> Stage:
     """find_stage(); but where no backward stage of a 16-bit type runs, one that takes float32: the gradients
     are then those of converted tensors. Before sm_80, such as on a T4."""
     if direction == "bwd" and stage is None and dtype in (torch.float16, torch.bfloat16):
@@ -60,7 +96,7 @@ def find_or_convert(stage, dtype: torch.dtype, device: torch.device, direction: 
             stage = find_stage(None, torch.float32, device, direction, deterministic, d)
             _warn_of_conversion(dtype, str(device), stage.name)
             return stage
-    return find_stage(stage, dtype, device, direction, deterministic, d)
+    return find_stage(stage, dtype, device, direction, deterministic, d, sizes)
 
 
 @functools.cache  # once
@@ -84,8 +120,10 @@ class Plan:
                  "_tiles", "_struct")
 
     def __init__(self, stage: Stage, tiles: dict[str, int], deterministic: bool, visible: Visible,
-                 scale: float, tensors: dict[str, torch.Tensor | None], dropout_p: float = 0.0):
+                 scale: float, tensors: dict[str, torch.Tensor | None], dropout_p: float = 0.0,
+                 cache: Cache | None = None):
         q, k, v = tensors["Q"], tensors["K"], tensors["V"]
+        assert q is not None and k is not None and v is not None
         starts = tensors.get("cu_seqlens_q")
         struct = self._struct = params_of(stage.direction, starts is not None)
         diagonal = visible if isinstance(visible, int) else 0
@@ -95,6 +133,13 @@ class Plan:
             params.sequences, params.total_q, params.total_k = len(starts) - 1, q.shape[2], k.shape[2]
             params.N_q, params.N_k = ((N // tiles[name] + params.sequences) * tiles[name]
                                       for N, name in ((q.shape[2], "Br"), (k.shape[2], "Bc")))
+        if cache:
+            params.N_k, params.pages = cache.N_k(k), cache.pages
+            params.mask.diagonals = 1  # of causal
+        if stage.direction == "fwd":
+            sizes = {name: getattr(params, name) for name in ("B", "H", "H_kv", "N_q", "N_k")}
+            params.splits = (cache and cache.splits or stage.number_of_splits(
+                sizes | {"d": q.shape[3]}, tiles, multiprocessors(q.device)))
         params.mask.B = params.mask.H = 1
         params.mask.ints[0] = diagonal
         for name, x in tensors.items():
@@ -108,9 +153,11 @@ class Plan:
             at += fill_mask(params.mask, visible, struct.mask.offset)
         macros = definitions(stage, q.dtype, q.shape[3], isinstance(visible, int), tiles, deterministic,
                              scale < 0, mask_file(visible), v.shape[3], dropout_p > 0,
-                             tensors.get("sink") is not None, starts is not None)
+                             tensors.get("sink") is not None, cache is not None,
+                             k.shape[2] if cache and cache.pages else 0, starts is not None)
         self.library: Library = load(stage, macros, q.device)
-        self._workspace_floats = -(-self.library.workspace_bytes(ctypes.byref(params)) // 4)
+        with torch.cuda.device(q.device) if q.device.type == "cuda" else contextlib.nullcontext():
+            self._workspace_floats = -(-self.library.workspace_bytes(ctypes.byref(params)) // 4)
         self._template = bytes(params)
         self._words = ctypes.c_uint64 * (len(self._template) // 8)  # a Tensor begins with its address
         self._at = [offset // 8 for offset in (*at, struct.workspace.offset)]
@@ -181,7 +228,11 @@ class Plan:
         q, k = named["Q"], named["K"]
         (B, H, N_q, d), N_k = q.shape, k.shape[2]
         flops = flops_of_pair(direction, d, named["V"].shape[3]) * B * H
-        if isinstance(self.visible, Bound):
+        if "seqlens_k" in named:  # of a mask, all keys that there are
+            causal = isinstance(self.visible, int)
+            report.flops_without_mask += flops // B * sum(
+                visible_pairs(N_q, n, n - N_q if causal else None) for n in named["seqlens_k"].tolist())
+        elif isinstance(self.visible, Bound):
             bound = self.visible.with_tensors([x.clone() for x in own.values()])
             report.add_masked(str(self.stage), flops * N_q * N_k, functools.partial(
                 tiles_of, bound, N_q, N_k, self._tiles["Br"], self._tiles["Bc"], device, q.dtype))
@@ -215,7 +266,8 @@ _plans: dict[tuple, Plan] = {}
 
 
 def plan_for(stage: Stage, tiles: dict[str, int], deterministic: bool, visible: Visible, scale: float,
-             tensors: dict[str, torch.Tensor | None], dropout_p: float = 0.0) -> Plan:
+             tensors: dict[str, torch.Tensor | None], dropout_p: float = 0.0,
+             cache: Cache | None = None) -> Plan:
     """The plan of a call, out of the cache or made; compiled if it is not, or no longer as its files are.
 
     tensors: by name, of which just the layouts count; of VECTORS, whether there is a sink: the others may be
@@ -224,12 +276,12 @@ def plan_for(stage: Stage, tiles: dict[str, int], deterministic: bool, visible: 
     q, report = tensors["Q"], current_report()
     key = (stage, *tiles.values(), deterministic,
            visible.layout if isinstance(visible, Bound) else visible, scale, q.dtype, q.device, debug(),
-           report and report.runtime, dropout_p, tensors.get("sink") is not None,
+           report and report.runtime, dropout_p, tensors.get("sink") is not None, cache,
            None if (starts := tensors.get("cu_seqlens_q")) is None else len(starts),
            *((x.shape, x.stride()) for name, x in tensors.items() if name not in VECTORS))
     plan = _plans.get(key)
     if plan is None or not plan.is_current():
-        plan = Plan(stage, tiles, deterministic, visible, scale, tensors, dropout_p)
+        plan = Plan(stage, tiles, deterministic, visible, scale, tensors, dropout_p, cache)
         keep(_plans, key, plan)
     return plan
 
@@ -243,11 +295,11 @@ def keep(cache: dict, key: tuple, value) -> None:
 
 
 def forward(q, k, v, visible: Visible, scale: float | None, stage: Stage, tiles: dict[str, int],
-            extras: Extras = NO_EXTRAS):
-    """(o, L), for tensors that check_tensors passed."""
+            extras: Extras = NO_EXTRAS, cache: Cache | None = None, **of_cache: torch.Tensor | None):
+    """(o, L), for tensors that check_tensors passed. of_cache: seqlens_k and block_table."""
     o, lse = forward_outputs(q, v)
-    tensors = {"Q": q, "K": k, "V": v, "O": o, "L": lse, **extras.tensors}
-    run(plan_for(stage, tiles, False, visible, as_scale(scale, q.shape[3]), tensors, extras.dropout_p),
+    tensors = {"Q": q, "K": k, "V": v, "O": o, "L": lse, **extras.tensors, **of_cache}
+    run(plan_for(stage, tiles, False, visible, as_scale(scale, q.shape[3]), tensors, extras.dropout_p, cache),
         tensors, *mask_tensors(visible))
     return o, lse
 
@@ -339,10 +391,11 @@ def backward(q, k, v, o, lse, do, dlse, visible: Visible, scale: float | None, s
 def run(plan: Plan, tensors: dict[str, torch.Tensor | None], *of_mask: torch.Tensor | None) -> None:
     """Launch, or inspect where an inspection is under way."""
     report = current_report()
+    in_order = map(tensors.get, TENSORS[plan.stage.direction])
     if report:
-        plan.inspect(report, *tensors.values(), *of_mask)
+        plan.inspect(report, *in_order, *of_mask)
     else:
-        plan.launch(*tensors.values(), *of_mask)
+        plan.launch(*in_order, *of_mask)
 
 
 def flops_of_pair(direction: str, d: int, d_v: int) -> int:

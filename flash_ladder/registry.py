@@ -103,7 +103,8 @@ def _lineage(stage: Stage, by_name: dict[str, Stage]) -> Iterator[Stage]:
 
 
 def find_stage(stage: str | Path | Stage | None, dtype: torch.dtype, device: torch.device,
-               direction: str = "fwd", deterministic: bool | None = False, d: int | None = None) -> Stage:
+               direction: str = "fwd", deterministic: bool | None = False, d: int | None = None,
+               sizes: dict[str, int] | None = None) -> Stage:
     """The stage that a call asks for; for None, the best that takes the type and `d`, runs on the device and,
     if so asked, is deterministic: see `best_stage`.
 
@@ -111,6 +112,7 @@ def find_stage(stage: str | Path | Stage | None, dtype: torch.dtype, device: tor
         direction: "fwd" or "bwd".
         deterministic: refuse a stage that cannot be. None: as torch.use_deterministic_algorithms() says.
         d: head dimension, for which the device may have too little shared memory. None: any.
+        sizes: of the call, as of Stage.is_for().
     Raises:
         ValueError: if there is no such stage, it does not take `dtype`, or is not deterministic.
         RuntimeError: if it cannot run on `device`, or PyTorch's switch asks for a deterministic one.
@@ -126,7 +128,7 @@ def find_stage(stage: str | Path | Stage | None, dtype: torch.dtype, device: tor
         if dtype not in (types := dict.fromkeys(t for s in known for t in s.dtypes)):
             raise ValueError(f"q has type {dtype}; the {ladder} take {', '.join(map(str, types))}: convert "
                              f"with {_conversion(known[0])}")
-        stage = best_stage(known, device, dtype, wanted, d)
+        stage = best_stage(known, device, dtype, wanted, d, sizes)
     elif not isinstance(stage, Stage):
         raise ValueError(f"{argument} must be a name, a pathlib.Path or a Stage, not {type(stage).__name__}")
     elif not stage.path.is_file():
@@ -153,10 +155,11 @@ def find_stage(stage: str | Path | Stage | None, dtype: torch.dtype, device: tor
 
 
 def best_stage(ladder: list[Stage], device: torch.device, dtype: torch.dtype, deterministic: bool = False,
-               d: int | None = None) -> Stage:
+               d: int | None = None, sizes: dict[str, int] | None = None) -> Stage:
     """The stage that a call takes without naming one.
 
-    That is the one whose `default:` is the latest architecture that the device has. Where it will not do,
+    That is the one whose `default:` is the latest architecture that the device has; first one that is for
+    such calls alone. Where it will not do,
     being too large for `d`, say, or not deterministic, its nearest relative that will.
 
     Args:
@@ -166,6 +169,7 @@ def best_stage(ladder: list[Stage], device: torch.device, dtype: torch.dtype, de
         A stage that takes `dtype`. If none will do, one for the error message.
     """
     takers = [s for s in ladder if dtype in s.dtypes]
+    takers = [s for s in takers if s.is_for(sizes)]
     takers = [s for s in takers if s.can_be_deterministic or not deterministic] or takers
     candidates = (s for s in _by_preference(ladder, device, dtype) if s in takers)
     first = next(candidates)
@@ -174,15 +178,16 @@ def best_stage(ladder: list[Stage], device: torch.device, dtype: torch.dtype, de
 
 
 def why_this(stage: Stage, asked: str | Path | Stage | None, dtype: torch.dtype, device: torch.device,
-             deterministic: bool | None, d: int) -> str:
+             deterministic: bool | None, d: int, sizes: dict[str, int] | None = None) -> str:
     """Why find_stage() gave this stage for these arguments, in words."""
     if asked is not None:
         return "the call names it"
     ladder = stages(stage.direction)
-    first = next(_by_preference(ladder, device, dtype))
+    first = next(s for s in _by_preference(ladder, device, dtype) if s.is_for(sizes))
     if stage == first:
         since = f"from {stage.default} on" if stage.default != "any GPU" else "on any GPU"
-        return f"the end of its branch, which is taken {since}"
+        calls = f" by calls without gradients of {stage.calls}" * bool(stage.calls)
+        return f"the end of its branch, which is taken {since}{calls}"
     wanted = torch.are_deterministic_algorithms_enabled() if deterministic is None else deterministic
     if wanted and not first.can_be_deterministic:
         problem = "is not deterministic"
@@ -195,10 +200,12 @@ def why_this(stage: Stage, asked: str | Path | Stage | None, dtype: torch.dtype,
 
 def _by_preference(ladder: list[Stage], device: torch.device, dtype: torch.dtype) -> Iterator[Stage]:
     """All stages, some several times. For each default, that of the latest architecture that the device has
-    first: it, what grew from it, its parent, what else grew from that, and so on. At last, the rest."""
+    first, and before others one that is for some calls: it, what grew from it, its parent, what else grew
+    from that, and so on. At last, the rest."""
     by_name = {s.name: s for s in ladder}
     defaults = sorted((s for s in ladder if s.default and dtype in s.dtypes), reverse=True,
-                      key=lambda s: (has_architecture(device, s.default), capability(s.default)))
+                      key=lambda s: (has_architecture(device, s.default), capability(s.default),
+                                     bool(s.calls)))
     for default in defaults:
         for ancestor in _lineage(default, by_name):
             yield ancestor

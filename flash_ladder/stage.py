@@ -12,23 +12,25 @@ import torch
 
 from . import simulator
 from .arithmetic import ArithmeticProblem, evaluate
-from .devices import default_device
+from .devices import default_device, multiprocessors
 from .nvcc import find_nvcc
 from .sources import STAGES, line_of, read_source, source_files
 from .values import as_integer, shown
 
-FIELDS = ("idea", "types", "needs", "after", "default", "deterministic", "takes", "tiles", "limits", "shared",
-          "workspace", "hbm", "predicted", "measured")
+FIELDS = ("idea", "types", "needs", "after", "default", "deterministic", "takes", "refuses", "tiles",
+          "limits", "shared", "splits", "workspace", "hbm", "predicted", "measured")
 ARCHITECTURE = r"(any GPU|sm_\d\d+a?)"
 # By their name in a stage's header
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 MANY = 1 << 62                            # rows of Q, where nobody says how many
 DIRECTIONS = {"fwd": "forward", "bwd": "backward"}
 # Of a call, in the order in which a plan takes them
-TENSORS = {"fwd": ("Q", "K", "V", "O", "L", "sink", "seed", "cu_seqlens_q", "cu_seqlens_k"),
+TENSORS = {"fwd": ("Q", "K", "V", "O", "L", "sink", "seed", "seqlens_k", "block_table", "cu_seqlens_q",
+                   "cu_seqlens_k"),
            "bwd": ("Q", "K", "V", "O", "dO", "L", "dL", "sink", "seed", "cu_seqlens_q", "cu_seqlens_k", "dQ",
                    "dK", "dV", "dsink")}
-TAKES = ("dropout", "sink", "d_v", "varlen")  # what not every stage knows; d_v: of another size than d
+TAKES = ("dropout", "sink", "d_v", "varlen", "kv_cache")  # what not every stage knows; d_v: d_v < d
+REFUSES = ("masks by head",)              # what the others know
 DETERMINISM = {"yes": (True, False), "no": (False, False), "on request": (False, True)}
 
 
@@ -50,9 +52,10 @@ class Stage:
     """One rung of a ladder, as the header of its file describes it.
 
     The conditions of `tile_rules` are expressions in d, causal, rows, which is B * H * N_q rounded down to a
-    power of 2, and window, the keys that a row sees at most by the mask's own numbers; `limits` and `shared`,
-    in bytes a block, in d, Br and Bc; `hbm`, in bytes, also in B, H, H_kv, N_q, N_k, Tr, Tc and
-    Td = ceil(d / Bc).
+    power of 2, window, the keys that a row sees at most by the mask's own numbers, and packed, which is
+    N_q * H / H_kv rounded up to one. `calls` is one in B, H, H_kv, N_q, N_k, d. `limits` and `shared`, in
+    bytes a block, are in d, Br and Bc; `splits` also in B, H, H_kv, N_q, N_k, Tr, Tc, Td = ceil(d / Bc) and
+    blocks, those that a device has shared memory for at once; `hbm`, in bytes, in splits instead.
     """
 
     number: int
@@ -65,12 +68,15 @@ class Stage:
     after: str = ""                         # the stage that it grew from, its parent; empty for a root
     default: str = ""                       # the end of a branch: from which architecture on a call without a
                                             # name takes it; empty: never
+    calls: str = ""                         # the condition on calls that do; empty: all
     deterministic: bool = True              # bit-identical results every run
     deterministic_on_request: bool = False  # if compiled with -DDETERMINISTIC=1, at a cost
     takes: tuple[str, ...] = ()             # of TAKES
+    refuses: tuple[str, ...] = ()           # of REFUSES
     tile_rules: str = "Br=32 Bc=32"
     limits: str = ""
     shared: str = "0"
+    splits: str = "1"                       # ranges of keys, a block each
     hbm: str = ""                           # bytes read and written without a mask, if nothing is cached
     workspace: str = "workspace"            # what its scratch memory holds, such as S, P
     predicted: str = ""                     # the gain over its parent: written before it was measured
@@ -111,20 +117,25 @@ class Stage:
             return Available(str(error))
         return Available()
 
+    def is_for(self, sizes: dict[str, int] | None) -> bool:
+        """Whether a call without a name takes it, as far as sizes tell: B, H, H_kv, N_q, N_k, d; None: nobody
+        knows them."""
+        return not self.calls or sizes is not None and bool(self._value("default", self.calls, **sizes))
+
     def default_tiles(self, d: int, rows: int = MANY, causal: bool = False,
-                      window: int = MANY) -> dict[str, int]:
+                      window: int = MANY, packed: int = 1) -> dict[str, int]:
         """Br and Bc for a head dimension, B * H * N_q rows and a mask or none: the last rule whose condition
         holds."""
         tiles = {}
         for rule in self.tile_rules.split(";"):
             condition, _, sizes = rule.rpartition(":")
             if not condition or self._value("tiles", condition, d=d, rows=rows, causal=causal,
-                                            window=window):
+                                            window=window, packed=packed):
                 tiles = {name: int(size) for name, size in re.findall(r"(\w+)=(\d+)", sizes)}
         return tiles
 
     def tiles(self, d: int, shared_memory: int, rows: int = MANY, causal: bool = False, window: int = MANY,
-              **chosen: int) -> dict[str, int]:
+              packed: int = 1, **chosen: int) -> dict[str, int]:
         """The tile sizes of a call: `chosen` ones, else the defaults, or the nearest to them that fit.
 
         In messages they have attention()'s names: Br_bwd and Bc_bwd for a backward stage.
@@ -135,6 +146,7 @@ class Stage:
             rows: B * H * N_q.
             causal: whether it is causal.
             window: how many keys a row sees at most, as far as the mask's own numbers say.
+            packed: N_q * H / H_kv.
         Raises:
             ValueError: if the stage does not know a tile by this name, or cannot use its size.
         """
@@ -146,21 +158,23 @@ class Stage:
                 raise ValueError(f"{name}{self._suffix} must be an integer from 1 to 1024, not {shown(size)}")
             chosen[name] = whole
         rows = 1 << rows.bit_length() - 1  # rounded down, so that the cache stays small
-        return dict(self._fitting_tiles(d, shared_memory, rows, causal, window, tuple(chosen.items())))
+        packed = 1 << (packed - 1).bit_length()  # rounded up, likewise
+        return dict(self._fitting_tiles(d, shared_memory, rows, causal, window, packed,
+                                        tuple(chosen.items())))
 
     @functools.cache
     def fits(self, d: int, shared_memory: int) -> bool:
         """Whether it has tile sizes for this head dimension and so many bytes of shared memory a block."""
         try:
-            self._fitting_tiles(d, shared_memory, MANY, False, MANY, ())
+            self._fitting_tiles(d, shared_memory, MANY, False, MANY, 1, ())
         except ValueError:
             return False
         return True
 
     @functools.cache  # some 100 us, in every call of attention()
-    def _fitting_tiles(self, d: int, shared_memory: int, rows: int, causal: bool, window: int,
+    def _fitting_tiles(self, d: int, shared_memory: int, rows: int, causal: bool, window: int, packed: int,
                        chosen: tuple) -> dict[str, int]:
-        tiles = self.default_tiles(d, rows, causal, window)
+        tiles = self.default_tiles(d, rows, causal, window, packed)
         tiles.update(chosen)
         if not (problem := self._tile_problem(d, shared_memory, tiles)):
             return tiles
@@ -176,14 +190,25 @@ class Stage:
 
     def hbm_bytes(self, B: int, H: int, N_q: int, N_k: int, d: int, *, Br: int, Bc: int,
                   H_kv: int | None = None) -> int | None:
-        """Bytes that warps read from and write to HBM, without a mask and a cache: the header's formula.
+        """Bytes that warps read from and write to HBM, without a mask and a cache: the header's formula. (Of
+        splits, those of this machine.)
 
         None if the header has none. H_kv: default H. `inspect` counts the same.
         """
         if not self.hbm:
             return None
-        return self._value("hbm", self.hbm, B=B, H=H, H_kv=H_kv or H, N_q=N_q, N_k=N_k, d=d, Br=Br, Bc=Bc,
-                           Tr=-(-N_q // Br), Tc=-(-N_k // Bc), Td=-(-d // Bc))
+        sizes = {"B": B, "H": H, "H_kv": H_kv or H, "N_q": N_q, "N_k": N_k, "d": d}
+        tiles = {"Br": Br, "Bc": Bc}
+        splits = self.number_of_splits(sizes, tiles, multiprocessors(default_device()))
+        return self._value("hbm", self.hbm, **sizes, **tiles, **_tiles_of(sizes, tiles), splits=splits)
+
+    def number_of_splits(self, sizes: dict[str, int], tiles: dict[str, int],
+                         multiprocessors: tuple[int, int]) -> int:
+        """Ranges of keys for a call of these sizes, as of is_for(). multiprocessors: how many a device has,
+        and bytes of shared memory of one; a block takes 1 KiB more than it asks for."""
+        count, shared_memory = multiprocessors
+        blocks = count * max(shared_memory // (self.shared_bytes(sizes["d"], tiles) + 1024), 1)
+        return self._value("splits", self.splits, **sizes, **tiles, **_tiles_of(sizes, tiles), blocks=blocks)
 
     def _value(self, field: str, expression: str, **names: int):
         """Of an expression in the header."""
@@ -215,6 +240,12 @@ class Stage:
             return (f"{self} with {sizes}, d={d} needs {needed} bytes of shared memory a block, "
                     f"and this device has {shared_memory}")
         return ""
+
+
+def _tiles_of(sizes: dict[str, int], tiles: dict[str, int]) -> dict[str, int]:
+    """How many there are."""
+    return {"Tr": -(-sizes["N_q"] // tiles["Br"]), "Tc": -(-sizes["N_k"] // tiles["Bc"]),
+            "Td": -(-sizes["d"] // tiles["Bc"])}
 
 
 def capability(architecture: str) -> tuple[int, int]:
@@ -255,6 +286,7 @@ def read_header(path: Path, direction: str, is_rung: bool, modified: int) -> Sta
         raise ValueError(f"{path}: needs: {needs!r} is neither 'any GPU' nor a capability, such as sm_80; "
                          "others may follow for one of the types each, as in sm_70; bf16: sm_80")
     default, after = (fields.get(name, "").strip() for name in ("default", "after"))
+    default, _, calls = default.partition(" if ")
     if default and not re.fullmatch(ARCHITECTURE, default):
         raise ValueError(f"{path}: default: {default!r} is neither 'any GPU' nor an architecture, such as "
                          "sm_80, from which on this stage is taken; leave the line out if it never is")
@@ -265,19 +297,24 @@ def read_header(path: Path, direction: str, is_rung: bool, modified: int) -> Sta
     takes = tuple(filter(None, re.split(r",\s*", fields.get("takes", "").strip())))
     if unknown := set(takes) - set(TAKES):
         raise ValueError(f"{path}: takes: {', '.join(unknown)} not among {', '.join(TAKES)}")
+    refuses = tuple(filter(None, re.split(r",\s*", fields.get("refuses", "").strip())))
+    if unknown := set(refuses) - set(REFUSES):
+        raise ValueError(f"{path}: refuses: {', '.join(unknown)} not among {', '.join(REFUSES)}")
     deterministic, on_request = DETERMINISM[determinism]
     in_ladder = title and title[2] and is_rung
     stage = Stage(
         number=int(title[2]) if in_ladder else 0, name=title[3] if in_ladder else path.stem,
         direction=direction, path=path, idea=fields.get("idea", ""),
-        dtypes=tuple(DTYPES[t] for t in types), needs=needs, after=after, default=default,
-        deterministic=deterministic,
-        deterministic_on_request=on_request, takes=takes, tile_rules=fields.get("tiles", "Br=32 Bc=32"),
-        limits=fields.get("limits", ""), shared=fields.get("shared", "0"), hbm=fields.get("hbm", ""),
+        dtypes=tuple(DTYPES[t] for t in types), needs=needs, after=after, default=default, calls=calls,
+        deterministic=deterministic, deterministic_on_request=on_request, takes=takes, refuses=refuses,
+        tile_rules=fields.get("tiles", "Br=32 Bc=32"), limits=fields.get("limits", ""),
+        shared=fields.get("shared", "0"), splits=fields.get("splits", "1"), hbm=fields.get("hbm", ""),
         workspace=workspace, predicted=fields.get("predicted", ""), measured=fields.get("measured", ""))
     if sorted(tiles := stage.default_tiles(64)) != ["Bc", "Br"]:
         raise ValueError(f"{line_of(path, 'tiles')}: tiles: must give Br and Bc, as in Br=64 Bc=32; d > 128: "
                          "Br=16 Bc=32")
     stage._tile_problem(64, 0, tiles)
     stage.hbm_bytes(1, 1, 64, 64, 64, **tiles)
+    stage.is_for(sizes := {"B": 1, "H": 1, "H_kv": 1, "N_q": 1, "N_k": 64, "d": 64})
+    stage.number_of_splits(sizes, tiles, (1, 0))
     return stage

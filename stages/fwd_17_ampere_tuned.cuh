@@ -4,7 +4,7 @@
 // needs:   sm_80
 // after:   wide_warps
 // default: sm_80
-// takes:   dropout, sink, d_v, varlen
+// takes:   dropout, sink, d_v, varlen, kv_cache
 // tiles:   Br=128 Bc=128; d > 64: Br=128 Bc=64;
 //          (rows < 65536 or window <= 1024) and d <= 64 or rows < 32768 and causal: Br=64 Bc=64;
 //          d > 128: Br=64 Bc=80
@@ -30,8 +30,9 @@
 //     by l is the fast one.
 //
 // Changed from wide_warps: these. And it takes a sink, dropout (common/drop.cuh: eight elements of a lane
-// share four random words) and a V of d_v < d columns, as the fp32 stages do from flash2 on; and packed
-// sequences (common/sequences.cuh), with which up to 16 bytes a thread are spilled.
+// share four random words) and a V of d_v < d columns, as the fp32 stages do from flash2 on. K and V may be a
+// cache, of which each batch element has as many keys as seqlens_k says, and which may lie in pages. And it
+// takes packed sequences (common/sequences.cuh), with which up to 16 bytes a thread are spilled.
 //
 // HBM traffic without caches (hbm, above): as in flash2, with 2 bytes an element; L stays a float.
 //
@@ -74,10 +75,11 @@ __global__ void __launch_bounds__(threads, blocks_per_sm) forward_kernel(FwdPara
   const int bh = work.bh, h = bh % p.H, h_kv = h / (p.H / p.H_kv);
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const int warp_row = i * Br + warp * warp_rows;    // the first of this warp's rows
+  if (KV_CACHE) p.N_k = p.seqlens_k[b];
   const Mask mask(p, b, h);
   const auto tiles = mask.key_tiles(i);
-  const ELEMENT* K = p.K.head(b, h_kv);
-  const ELEMENT* V = p.V.head(b, h_kv);
+  const auto K = rows_of(p.K, p, b, h_kv);
+  const auto V = rows_of(p.V, p, b, h_kv);
 
   extern __shared__ __align__(128) ELEMENT smem[];
   ELEMENT* Q_smem = smem;                   // Br x d, rows `pitch` apart

@@ -24,6 +24,7 @@ __all__ = ["TranslationError", "compile_flags", "link_flags", "missing_checker",
 FOLDER = Path(__file__).resolve().parent
 INCLUDE = FOLDER / "include"
 SHARED_MEMORY_PER_BLOCK = 227 * 1024  # bytes, as on an H100; runtime.h has the same
+MULTIPROCESSORS = 132, 228 * 1024     # and bytes of shared memory of one: likewise
 
 
 def runtime_sources() -> list[Path]:

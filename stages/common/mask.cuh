@@ -41,6 +41,7 @@ struct TileList {
 struct Mask {
   static constexpr bool is_range = Rule::is_range, scores = Rule::scores, all_keys = Rule::all_keys;
   static constexpr int sides = is_range && !Rule::from_0 ? 2 : 1;  // 2: a row's keys do not begin at 0
+  static_assert(!KV_CACHE || is_range, "with a cache a mask must be a KeyRange: no list has its lengths");
   int N_q, N_k;
   Rule rule;
   Dropout dropout;

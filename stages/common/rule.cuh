@@ -21,7 +21,10 @@ struct Arguments {
   int N_q, N_k;
   int tensors_before = 0, ints_before = 0, floats_before = 0;
 
-  __device__ int integer(int n) const { return p.ints[ints_before + n]; }
+  __device__ int integer(int n) const {
+    const bool from_last = KV_CACHE && p.diagonals >> (ints_before + n) & 1;
+    return p.ints[ints_before + n] + (from_last ? N_k - N_q : 0);
+  }
   __device__ float number(int n) const { return p.floats[floats_before + n]; }
 
   template <class T>

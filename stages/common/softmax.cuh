@@ -14,23 +14,25 @@ __device__ __forceinline__ float exponent_scale(float scale) {
 }
 
 // The mask's say on a tile of S whose element (0, 0) is of query `row` and key `col`: what it makes of scores
-// (times log2(e), from there on), and, if it cuts the tile, -infinity for those that do not count.
+// (times log2(e), from there on), and, if it cuts the tile, -infinity for those that do not count. group: so
+// many rows, one after the other, are of one query (split_kv).
 template <int n_tiles>
 __device__ __forceinline__ void mask_tile(float (&S)[n_tiles][4], const Mask& mask, float scale, int row,
-                                          int col, bool cut) {
+                                          int col, bool cut, int group = 1) {
   row += threadIdx.x % 32 / 4;                     // this lane's
   col += threadIdx.x % 4 * 2;
   #pragma unroll
   for (int r = 0; r < 2; r++) {
-    const unsigned seen = Mask::sides == 2 && cut ? mask.seen_keys<n_tiles>(row + 8 * r, col) : 0;
+    const int query = (row + 8 * r) / group;
+    const unsigned seen = Mask::sides == 2 && cut ? mask.seen_keys<n_tiles>(query, col) : 0;
     #pragma unroll
     for (int n = 0; n < n_tiles; n++) {
       #pragma unroll
       for (int c = 0; c < 2; c++) {
         float& x = S[n][2 * r + c];
-        if (Mask::scores) x = score2(mask, scale_log2(scale) * x, row + 8 * r, col + 8 * n + c);
+        if (Mask::scores) x = score2(mask, scale_log2(scale) * x, query, col + 8 * n + c);
         const bool sees = Mask::sides == 2 ? seen >> (2 * n + c) & 1
-                                          : mask.sees_key(row + 8 * r, col, 8 * n + c);
+                                          : mask.sees_key(query, col, 8 * n + c);
         if (cut && !sees) x = -INFINITY;
       }
     }

@@ -14,6 +14,12 @@
 #ifndef SINK
 #define SINK 0
 #endif
+#ifndef KV_CACHE             // K and V are a cache: how many keys a batch element has, the GPU alone knows
+#define KV_CACHE 0
+#endif
+#ifndef PAGE_SIZE            // above 0: and it lies in pages of so many rows
+#define PAGE_SIZE 0
+#endif
 
 struct Tensor {
   ELEMENT* data;

@@ -1,0 +1,270 @@
+// Forward stage 18: split_kv
+// idea:    decoding: query heads of a key head in one tile, which reads K and V once; keys split over blocks
+// types:   fp16, bf16
+// needs:   sm_80
+// after:   ampere_tuned
+// default: sm_80 if N_q <= 16 and N_k >= 512
+// takes:   sink, d_v, kv_cache
+// refuses: masks by head
+// tiles:   Br=32 Bc=64; packed > 32: Br=64 Bc=64
+// limits:  Br % 16 == 0; Br <= 256; Bc % 16 == 0; Bc <= 128
+// shared:  2 * (Br + (4 if d <= 128 else 2) * Bc) * ((d + 63) // 64 * 64) + 16 * Br
+// splits:  ceil_div(Tc, ceil_div(Tc, max(1, blocks // (B * H_kv * ceil_div(N_q * H // H_kv, Br)))))
+// workspace: parts
+// hbm:     4 * B * H_kv * ceil_div(N_q * H // H_kv, Br) * N_k * d + 2 * B * H * N_q * (d * (splits + 1) + 2 +
+//          (0 if splits == 1 else 2 * (splits + ceil_div(splits, 8) * 8) * (d + ceil_div(d, 32))))
+// predicted: with one query, H=32 H_kv=8 d=128 N_k=8192: 10x at B=1 (396 blocks, not 32), 3x at B=32 (K and V
+//          are read once, not four times); 0.9x where there are many queries
+//
+// Decoding: one query, or a few, and many keys. There is little to compute, and a call takes as long as it
+// takes to read K and V. ampere_tuned has two faults there:
+//
+//   - Each query head has a block of its own, so K and V are read once for each of the G = H / H_kv heads
+//     that share them. Here these heads are packed into one tile: of a key head, row r is query r / G of head
+//     r % G. With one query most rows of a tile are empty all the same. Warps that have none only copy.
+//   - B * H_kv blocks, each of which walks over all keys, are too few for a GPU. So keys are split: the tiles
+//     that a tile of Q sees are cut into `splits` ranges, a block each. A range's O and L go to HBM in float,
+//     and a second kernel merges them:
+//
+//         L = log(sum_s e^L_s),   O = sum_s e^(L_s - L) O_s
+//
+//     (Dao, Haziza, Massa, Sizov, "Flash-Decoding for long-context inference", 2023.)
+//
+// How much has to be under way so that HBM is never idle, Little's law says: 4.8 TB/s times some 0.8 us are
+// 30 KB for each of an H200's 132 multiprocessors. A tile of K and one of V are 32 KB at d = 128, and three
+// blocks share a multiprocessor. `splits` (above) is as many ranges as make so many blocks on each of them.
+//
+// Changed from ampere_tuned: these, and the order of blocks. A mask is asked about a row's query; one that
+// differs by head is refused, as is dropout. The sink belongs to the first range. A range without a key has
+// L = -inf, and weighs nothing.
+//
+// HBM traffic without caches (hbm, above): K and V once for each tile of packed rows; Q once for each range;
+// O and L of each range, both ways. merge_kernel reads 8 ranges at a time, the last one up to 8 times.
+#pragma once
+#include "common/address.cuh"
+#include "common/copy_tile.cuh"
+#include "common/launch.cuh"
+#include "common/mask.cuh"
+#include "common/mma.cuh"
+#include "common/order.cuh"
+#include "common/softmax.cuh"
+#include "common/strips.cuh"
+#include "common/swizzle.cuh"
+#include "common/tile16.cuh"
+#include "common/warp.cuh"
+
+constexpr int d = HEAD_DIM;
+constexpr int Br = BLOCK_R, Bc = BLOCK_C;
+constexpr int warp_rows = Br % 128 == 0 && d <= 128 ? 32 : 16;
+constexpr int strips = warp_rows / 16;
+constexpr int warps = Br / warp_rows, threads = 32 * warps;
+constexpr int pitch = (d + 63) / 64 * 64; // from a row of a tile in shared memory to the next
+constexpr int buffers = d <= 128 ? 2 : 1; // tiles each of K and V in shared memory
+constexpr int blocks_per_sm = Br > 64 ? 1 : d <= 64 && Br < 64 ? 4 : 2;    // at least: it bounds registers
+// Registers for a lane's part of O, S and Q: is there room for all three? Else Q is read anew for each tile.
+constexpr bool Q_in_registers = strips * (width / 2 + Bc / 2 + width / 4) <= 192;
+
+// Row `row` of all query heads of a key head, packed: G neighbours are its heads, of one query.
+__device__ __forceinline__ ELEMENT* packed_row(const Tensor& x, int b, int h_kv, int G, int row) {
+  return x.head(b, h_kv * G + row % G) + row / G * x.stride_n;
+}
+
+// What a range of keys has of a row (of all B * H * N_q): L, and then O
+__device__ __forceinline__ float* part(const FwdParams& p, int split, int64_t row) {
+  return static_cast<float*>(p.workspace) + ((int64_t)split * p.B * p.H * p.N_q + row) * (1 + d_v);
+}
+
+// Where the element (row, col) of a tile is
+__device__ __forceinline__ int tile_index(int row, int col) { return swizzled(row, col, pitch); }
+
+// One block per tile of packed rows and range of keys. Line numbers are those of Algorithm 1.
+__global__ void __launch_bounds__(threads, blocks_per_sm) forward_kernel(FwdParams p) {
+  const int G = p.H / p.H_kv, rows = p.N_q * G, Tr = ceil_div(rows, Br);     // lines 1, 2
+  const Work work = dispatch_order(Tr, p.B * p.H_kv * p.splits, 1);      // line 3
+  const int i = work.tile, bh = work.bh / p.splits, split = work.bh % p.splits;
+  const int b = bh / p.H_kv, h_kv = bh % p.H_kv;
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const int warp_row = i * Br + warp * warp_rows;    // the first of this warp's rows
+  if (KV_CACHE) p.N_k = p.seqlens_k[b];
+  const Mask mask(p, b, h_kv * G);
+  auto tiles = mask.key_tiles(i / G);       // of Br queries, of which these are some
+  int t = (int64_t)tiles.end * split / p.splits;
+  tiles.end = (int64_t)tiles.end * (split + 1) / p.splits;    // this range: tiles[t] to there
+  tiles.cut = min(tiles.cut, tiles.end);
+  const auto K = rows_of(p.K, p, b, h_kv);
+  const auto V = rows_of(p.V, p, b, h_kv);
+
+  extern __shared__ __align__(128) ELEMENT smem[];
+  ELEMENT* Q_smem = smem;                   // Br x d, rows `pitch` apart
+  ELEMENT* K_smem = Q_smem + Br * pitch;    // Bc x d, the same, `buffers` times: the t-th in t % buffers
+  ELEMENT* V_smem = K_smem + buffers * Bc * pitch;    // the same
+  float* l_smem = reinterpret_cast<float*>(V_smem + buffers * Bc * pitch) + threadIdx.x;   // next: + threads
+  auto row_of_Q = [&](int row) { return packed_row(p.Q, b, h_kv, G, row); };
+  copy_rows<threads>(Q_smem, tile_index, row_of_Q, i * Br, Br, rows);    // line 4
+  const int first_key = t < tiles.end ? tiles[t] * Bc : p.N_k;           // line 7, or nothing
+  ELEMENT* V_first = V_smem + t % buffers * Bc * pitch;
+  copy_tile<threads>(K_smem + t % buffers * Bc * pitch, tile_index, K, p.K.stride_n, first_key, Bc, p.N_k);
+  if (buffers == 2) copy_tile<threads, d_v>(V_first, tile_index, V, p.V.stride_n, first_key, Bc, p.N_k);
+  cp_async_commit();
+  cp_async_wait<0>();
+  __syncthreads();
+
+  // The rows that this lane points ldmatrix to: lanes 0 to 7 to those of the first 8 x 8 matrix, and so on.
+  // Q and V: upper left, lower left, upper right, lower right. K: in K^T that is how it is.
+  const int Q_row = lane % 16, Q_col = lane / 16 * 8;
+  const int K_row = lane / 16 * 8 + lane % 8, K_col = lane / 8 % 2 * 8;
+  const int V_row = Q_row, V_col = Q_col;
+  const uint32_t Q_address = shared_address(Q_smem + tile_index(warp * warp_rows + Q_row, Q_col));
+  const uint32_t K_address = shared_address(K_smem + tile_index(K_row, K_col));
+  const uint32_t V_address = shared_address(V_smem + tile_index(V_row, V_col));
+  uint32_t Q_frag[strips][width / 16][4];
+  auto load_Q = [&](int k) {
+    #pragma unroll
+    for (int s = 0; s < strips; s++) ldmatrix_x4(Q_frag[s][k], advance(Q_address, 16 * s, 16 * k, pitch));
+  };
+  #pragma unroll
+  for (int k = 0; k < width / 16; k++)
+    if (Q_in_registers) load_Q(k);
+
+  // m and l of this lane's rows, which are 8 apart; l: the sum over its columns only, until the end
+  float O_reg[strips][width / 8][4] = {}, m[2 * strips];                 // line 5
+  for (int r = 0; r < 2 * strips; r++) {
+    m[r] = SINK && split == 0 ? LOG2_E * p.sink[h_kv * G + (warp_row + lane / 4 + 8 * r) % G] : -INFINITY;
+    l_smem[r * threads] = SINK && split == 0 && lane % 4 == 0 ? 1.f : 0.f;
+  }
+
+  #pragma unroll                            // two loops over t: whole tiles, then those that the mask cuts
+  for (int cut = 0; cut < 2; cut++) {
+    for (; t < (cut ? tiles.end : tiles.cut); t++) {                     // line 6
+      const int j = tiles[t];
+      cp_async_wait<0>();
+      __syncthreads();                      // K_j and V_j are there; and all are done with the last ones
+      const int buffer = t % buffers * Bc * pitch, next_buffer = (t + 1) % buffers * Bc * pitch;
+      const uint32_t K_j = K_address + 2 * buffer, V_j = V_address + 2 * buffer;
+      if (buffers == 1) {                   // V_j is not
+        copy_tile<threads, d_v>(V_smem, tile_index, V, p.V.stride_n, j * Bc, Bc, p.N_k);
+        cp_async_commit();
+      }
+
+      float S_reg[strips][Bc / 8][4] = {};                               // line 8: S_ij = Q_i K_j^T
+      #pragma unroll
+      for (int k = 0; warp_row < rows && k < width / 16; k++) {
+        if (!Q_in_registers) load_Q(k);
+        #pragma unroll
+        for (int n = 0; n < Bc / 16; n++) {
+          uint32_t K_frag[4];
+          ldmatrix_x4(K_frag, advance(K_j, 16 * n, 16 * k, pitch));
+          #pragma unroll
+          for (int s = 0; s < strips; s++)
+            mma_m16n16k16(S_reg[s][2 * n], S_reg[s][2 * n + 1], Q_frag[s][k], K_frag);
+        }
+      }
+
+      if (buffers == 1) {
+        cp_async_wait<0>();
+        __syncthreads();                    // now it is; and all are done with K_j
+      }
+      if (t + 1 < tiles.end) {              // to where the last K_j and V_j were, or K_j
+        const int next = tiles[t + 1] * Bc;
+        copy_tile<threads>(K_smem + next_buffer, tile_index, K, p.K.stride_n, next, Bc, p.N_k);
+        if (buffers == 2)
+          copy_tile<threads, d_v>(V_smem + next_buffer, tile_index, V, p.V.stride_n, next, Bc, p.N_k);
+        cp_async_commit();
+      }
+      if (warp_row >= rows) continue;       // this warp only copies
+
+      if (NEGATIVE_SCALE) for_each(S_reg, [](float& x, int, int) { x = -x; });
+      if (cut || Mask::scores) {
+        #pragma unroll
+        for (int s = 0; s < strips; s++)
+          mask_tile(S_reg[s], mask, p.scale, warp_row + 16 * s, j * Bc, cut, G);
+      }
+      #pragma unroll
+      for (int r = 0; r < 2 * strips; r++) {                             // line 9
+        float& l = l_smem[r * threads];
+        const float alpha = softmax_step(S_reg[r / 2], r % 2, m[r], l, exponent_scale(p.scale), cut);
+        for_row(O_reg[r / 2], r % 2, [&](float& x) { x *= alpha; });     // line 10: e^(m - m_new) O
+      }
+
+      #pragma unroll
+      for (int k = 0; k < Bc / 16; k++) {                                // line 10: + P~_ij V_j
+        uint32_t P_frag[strips][4];
+        #pragma unroll
+        for (int s = 0; s < strips; s++) to_A(P_frag[s], S_reg[s], k);
+        #pragma unroll
+        for (int n = 0; n < width / 16; n++) {
+          uint32_t V_frag[4];
+          ldmatrix_x4_trans(V_frag, advance(V_j, 16 * k, 16 * n, pitch));
+          #pragma unroll
+          for (int s = 0; s < strips; s++)
+            mma_m16n16k16(O_reg[s][2 * n], O_reg[s][2 * n + 1], P_frag[s], V_frag);
+        }
+      }
+    }
+  }                                                                      // line 11
+
+  auto row_of_L = [&](int row) { return ((int64_t)b * p.H + h_kv * G + row % G) * p.N_q + row / G; };
+  #pragma unroll
+  for (int r = 0; r < 2 * strips; r++) {
+    const int row = warp_row + lane / 4 + 8 * r;
+    const float l = quad_sum(l_smem[r * threads]);
+    const float inv_l = l == 0.f ? 0.f : __fdividef(dropout_scale(p), l);     // l is 1 or more: may be fast
+    for_row(O_reg[r / 2], r % 2, [&](float& x) { x *= inv_l; });         // line 12
+    float* L = p.splits == 1 ? p.L + row_of_L(row) : part(p, split, row_of_L(row));
+    if (lane % 4 == 0 && row < rows)                                     // lines 13, 15
+      *L = l == 0.f ? -INFINITY : LN_2 * (m[r] + log2f(l));
+  }
+  if (p.splits > 1) {
+    for_each(O_reg, [&](float x, int row, int col) {
+      if (warp_row + row < rows && col < d_v) part(p, split, row_of_L(warp_row + row))[1 + col] = x;
+    });
+    return;
+  }
+  ELEMENT* O_smem = Q_smem + warp * warp_rows * pitch;     // this warp's rows, which no other one reads
+  __syncwarp();
+  for_each_pair(O_reg, [&](uint32_t packed, int row, int col) {
+    *reinterpret_cast<uint32_t*>(O_smem + tile_index(row, col)) = packed;
+  });
+  __syncwarp();
+  for (int t = lane; t < warp_rows * (d_v / 8); t += 32) {                 // line 14
+    const int row = t / (d_v / 8), col = t % (d_v / 8) * 8;
+    if (warp_row + row < rows)
+      *reinterpret_cast<uint4*>(packed_row(p.O, b, h_kv, G, warp_row + row) + col) =
+          *reinterpret_cast<const uint4*>(O_smem + tile_index(row, col));
+  }
+}
+
+// Of a row, over the ranges s: L = log(sum_s e^L_s), O = sum_s e^(L_s - L) O_s. A block has a row, a thread a
+// column.
+__global__ void merge_kernel(FwdParams p) {
+  const int64_t row = blockIdx.x;
+  const int bh = row / p.N_q, query = row % p.N_q, col = threadIdx.x;
+  float m = -INFINITY, l = 0.f, O = 0.f;
+  for (int s = col % 32; s < p.splits; s += 32) m = fmaxf(m, *part(p, s, row));
+  m = warp_max(m);
+  if (m == -INFINITY) m = 0.f;              // no range has a key that counts: -inf - -inf is NaN
+  if (col >= d_v) return;
+  for (int first = 0; first < p.splits; first += 8) {
+    #pragma unroll                          // 8: their loads overlap, also those of the last ones
+    for (int s = first; s < first + 8; s++) {
+      const float* L_s = part(p, min(s, p.splits - 1), row);
+      const float factor = s < p.splits ? fast_exp2(LOG2_E * (*L_s - m)) : 0.f;
+      l += factor;
+      O += factor * L_s[1 + col];
+    }
+  }
+  p.O.head(bh / p.H, bh % p.H)[query * p.O.stride_n + col] = ELEMENT(l == 0.f ? 0.f : O / l);
+  if (col == 0) p.L[row] = m + logf(l);
+}
+
+size_t workspace_bytes(const FwdParams& p) {
+  return p.splits == 1 ? 0 : sizeof(float) * p.splits * p.B * p.H * p.N_q * (1 + d_v);
+}
+
+cudaError_t launch(const FwdParams& p, cudaStream_t stream) {
+  const size_t bytes = sizeof(ELEMENT) * (Br + 2 * buffers * Bc) * pitch + sizeof(float) * 4 * Br;
+  allow_shared_memory(forward_kernel, bytes);
+  forward_kernel<<<p.B * p.H_kv * p.splits * ceil_div(p.N_q * p.H / p.H_kv, Br), threads, bytes, stream>>>(p);
+  if (p.splits > 1) merge_kernel<<<p.B * p.H * p.N_q, (d_v + 31) / 32 * 32, 0, stream>>>(p);
+  return cudaGetLastError();
+}
