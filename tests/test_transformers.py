@@ -1,0 +1,287 @@
+"""Hugging Face's models on flash.attention: beside Transformers' own eager attention, in the simulator."""
+
+import subprocess
+import sys
+
+import pytest
+
+pytest.importorskip("transformers", minversion="5.23")
+
+import torch  # noqa: E402
+from torch._subclasses.fake_tensor import FakeTensorMode  # noqa: E402
+from transformers import (  # noqa: E402
+    AutoModelForCausalLM,
+    BertConfig,
+    BertModel,
+    Gemma2Config,
+    GPT2Config,
+    GPT2LMHeadModel,
+    GptOssConfig,
+    LlamaConfig,
+)
+from transformers.masking_utils import sdpa_mask  # noqa: E402
+
+import flash  # noqa: E402
+import flash_ladder.transformers as ladder  # noqa: E402
+
+VOCABULARY, N, PADDED = 61, 21, 6
+SHARED = {"vocab_size": VOCABULARY, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
+          "num_key_value_heads": 2, "head_dim": 16, "intermediate_size": 48, "initializer_range": 0.3,
+          "max_position_embeddings": 64, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": None}
+ROPE = {"rope_type": "default", "rope_theta": 10000.0}
+LAYERS = ["sliding_attention", "full_attention"]
+CONFIGS = {  # initializer_range: so large that a query looks at few keys, and not at all alike
+    "gpt2": lambda: GPT2Config(vocab_size=VOCABULARY, n_embd=32, n_layer=2, n_head=2, n_positions=64,
+                               initializer_range=0.3, attn_pdrop=0.0, resid_pdrop=0.0, embd_pdrop=0.0,
+                               pad_token_id=0, bos_token_id=1, eos_token_id=None),
+    "llama": lambda: LlamaConfig(**SHARED),
+    "gemma2": lambda: Gemma2Config(**SHARED, sliding_window=8, attn_logit_softcapping=5.0,
+                                   query_pre_attn_scalar=16, layer_types=LAYERS),
+    "gpt_oss": lambda: GptOssConfig(**SHARED, sliding_window=8, num_local_experts=2, num_experts_per_tok=2,
+                                    layer_types=LAYERS, rope_parameters=ROPE),  # no router, which jumps
+}
+
+
+def model_of(name: str, **changes):
+    torch.manual_seed(1)
+    config = CONFIGS[name]()
+    for key, value in changes.items():
+        setattr(config, key, value)
+    return AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+
+
+def tokens(batch: int = 2, length: int = N) -> torch.Tensor:
+    return torch.randint(2, VOCABULARY, (batch, length), generator=torch.Generator().manual_seed(2))
+
+
+def padding(kind: str, length: int = N) -> torch.Tensor | None:
+    """(2, N), of which the second sequence is shorter; holes: of which some tokens are left out."""
+    if kind == "none":
+        return None
+    there = torch.ones(2, length, dtype=torch.long)
+    at = {"left": slice(0, PADDED), "right": slice(length - PADDED, length), "holes": slice(3, 9, 2),
+          "ones": slice(0, 0)}
+    there[1, at[kind]] = 0
+    return there
+
+
+def logits(model, implementation: str, ids, **arguments) -> torch.Tensor:
+    model.set_attn_implementation(implementation)
+    with torch.no_grad():
+        return model(ids, **arguments).logits
+
+
+def agree(found, expected, real=None, tolerance: float = 1e-4) -> None:
+    """Of real tokens, within the tolerance of the greatest number."""
+    if real is not None:
+        found, expected = found[real.bool()], expected[real.bool()]
+    assert not found.isnan().any()
+    error = (found.double() - expected.double()).abs().max() / expected.double().abs().max()
+    assert error <= tolerance, f"{error:.2e}"
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_logits(name):
+    """fp32: within 1e-4 of eager's, relative to the greatest; and the padding does matter."""
+    model, ids = model_of(name), tokens()
+    for kind in ("none", "left", "right", "holes", "ones"):
+        there = padding(kind)
+        expected = logits(model, "eager", ids, attention_mask=there)
+        agree(logits(model, "ladder", ids, attention_mask=there), expected, there)
+        if kind in ("left", "holes"):
+            assert (expected - logits(model, "eager", ids))[1, PADDED:].abs().max() > 1e-2
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_generate(name):
+    """Greedy tokens are eager's, left-padded and not; of windows, too, once they are full."""
+    model, ids = model_of(name), tokens(length=7)
+    for cache in ("dynamic", "static"):
+        for kind in ("none", "left", "right"):
+            there, found = padding(kind, 7), []
+            if kind == "right":
+                there[1, 1:4], there[1, 4:] = 0, 1        # the prompt has a hole, and so has each step
+            for implementation in ("eager", "ladder"):
+                model.set_attn_implementation(implementation)
+                found.append(model.generate(ids, attention_mask=there, max_new_tokens=5, do_sample=False,
+                                            cache_implementation=cache, output_logits=True,
+                                            return_dict_in_generate=True))
+            assert torch.equal(found[0].sequences, found[1].sequences), (cache, kind)
+            agree(torch.stack(found[1].logits), torch.stack(found[0].logits))
+
+
+def test_a_cache_is_continued():
+    """Several queries behind keys that are there, in a static cache that has room for more."""
+    from transformers import StaticCache
+
+    model, ids, found = model_of("gemma2"), tokens(), []
+    for implementation in ("eager", "ladder"):
+        cache = StaticCache(config=model.config, max_cache_len=32)
+        logits(model, implementation, ids[:, :5], past_key_values=cache)
+        found += [logits(model, implementation, ids[:, 5:12], past_key_values=cache),
+                  logits(model, implementation, ids[:, 12:13], past_key_values=cache)]
+    agree(found[2], found[0])
+    agree(found[3], found[1])
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt_oss"])
+def test_bf16(name):
+    """The error is at most twice eager's own, against the same weights in float32."""
+    ids, there = tokens(), padding("left")
+    model = model_of(name).bfloat16()
+    found = [logits(model, name, ids, attention_mask=there) for name in ("eager", "ladder")]
+    exact = logits(model.float(), "eager", ids, attention_mask=there)
+    eagers, ours = ((x.float() - exact)[there.bool()].norm() for x in found)
+    assert 0 < ours <= 2 * eagers
+
+
+@pytest.mark.parametrize("name", ["gpt2", "gemma2", "gpt_oss"])
+def test_gradients(name):
+    """Of all parameters, sinks included, in a padded batch."""
+    model, ids, there = model_of(name).train(), tokens(), padding("right")
+    labels = ids.masked_fill(there == 0, -100)
+    found = []
+    for implementation in ("eager", "ladder"):
+        model.set_attn_implementation(implementation)
+        model.zero_grad()
+        model(ids, attention_mask=there, labels=labels).loss.backward()
+        found.append({name: x.grad.clone() for name, x in model.named_parameters() if x.grad is not None})
+    assert found[0].keys() == found[1].keys()
+    assert any("sinks" in name for name in found[0]) == (name == "gpt_oss")
+    for key, expected in found[0].items():
+        if expected.abs().max() > 1e-6:
+            agree(found[1][key], expected)
+
+
+def test_dropout_in_training():
+    model, ids = model_of("llama", attention_dropout=0.5), tokens()
+    whole = logits(model, "ladder", ids)
+    model.train()
+    found = []
+    for seed in (1, 1, 2):
+        torch.manual_seed(seed)
+        found.append(logits(model, "ladder", ids))
+    assert torch.equal(found[0], found[1])
+    assert not torch.allclose(found[0], found[2], atol=1e-2)
+    assert not torch.allclose(found[0], whole, atol=1e-2)
+
+
+def test_packed_sequences():
+    """Positions that begin again begin another sequence."""
+    model, ids = model_of("llama"), tokens()
+    at = torch.cat([torch.arange(8), torch.arange(N - 8)]).expand(2, -1)
+    model.set_attn_implementation("ladder")
+    found = logits(model, "ladder", ids, position_ids=at, use_cache=False)
+    agree(found, logits(model, "eager", ids, position_ids=at, use_cache=False))
+    agree(found[:, 8:], logits(model, "eager", ids[:, 8:]))
+
+
+def test_masks_of_four_dimensions():
+    model, ids = model_of("gpt2"), tokens()
+    seen = (torch.rand(2, 1, N, N, generator=torch.Generator().manual_seed(3)) > 0.4) | torch.eye(N).bool()
+    bias = torch.zeros(seen.shape).masked_fill(~seen, torch.finfo(torch.float32).min)
+    expected = logits(model, "eager", ids, attention_mask=bias)
+    agree(logits(model, "ladder", ids, attention_mask=bias), expected)
+    agree(logits(model, "ladder", ids, attention_mask=seen), expected)
+
+
+def test_keys_on_both_sides():
+    """BERT; GPT-2 as a decoder that looks at an encoder's output."""
+    torch.manual_seed(1)
+    config = BertConfig(vocab_size=VOCABULARY, hidden_size=32, num_hidden_layers=2, num_attention_heads=2,
+                        intermediate_size=48, initializer_range=0.3, attention_probs_dropout_prob=0.0)
+    model = BertModel._from_config(config, attn_implementation="eager").eval()
+    ids, there = tokens(), padding("left")
+    found = []
+    for implementation in ("eager", "ladder"):
+        model.set_attn_implementation(implementation)
+        with torch.no_grad():
+            found.append(model(ids, attention_mask=there).last_hidden_state)
+    agree(found[1], found[0], there)
+
+    config = CONFIGS["gpt2"]()
+    config.add_cross_attention = True
+    decoder = GPT2LMHeadModel._from_config(config, attn_implementation="eager").eval()
+    encoded = {"encoder_hidden_states": torch.randn(2, N, 32), "encoder_attention_mask": there}
+    agree(logits(decoder, "ladder", ids[:, :9], **encoded), logits(decoder, "eager", ids[:, :9], **encoded))
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
+@pytest.mark.parametrize("kind", ["none", "right"])
+def test_compiled(name, kind):
+    """No graph break; the loss and a gradient are those of eager mode."""
+    torch._dynamo.reset()
+    model, ids, there = model_of(name).train(), tokens(), padding(kind)
+    model.loss_type = "ForCausalLM"  # which GPT-2 does not say, and a warning is no part of a graph
+    labels = ids if there is None else ids.masked_fill(there == 0, -100)
+    found = []
+    for implementation in ("eager", "ladder"):
+        model.set_attn_implementation(implementation)
+        model.zero_grad()
+        compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+        run = compiled if implementation == "ladder" else model
+        loss = run(ids, attention_mask=there, labels=labels, use_cache=False).loss
+        loss.backward()
+        found.append((loss.detach(), next(model.parameters()).grad.clone()))
+    for ours, eagers in zip(found[1], found[0], strict=True):
+        agree(ours, eagers)
+
+
+def test_nothing_is_read_back_in_a_decoding_step():
+    """A fake tensor has no data: to look into it is an error."""
+    with FakeTensorMode():
+        offset, there = torch.tensor(9), torch.ones(2, 10, dtype=torch.bool)
+        for given in (None, there):
+            for window in (None, 4):
+                mask = ladder.make_mask(2, 1, 32, q_offset=offset, attention_mask=given, local_size=window)
+                assert mask.shape[:2] == (2, 1) and mask.shape[3] == 32
+    assert ladder.make_mask(2, 1, 10, q_offset=9) is None
+
+
+def test_forms_of_a_mask():
+    """The structure is kept where it is known; a dense mask is the last resort."""
+    def made(length=8, **arguments):
+        mask = ladder.make_mask(2, length, **{"kv_length": 8, **arguments})
+        return mask if mask is None else (mask.dtype, tuple(mask.shape))
+
+    left, holes = (padding(kind, 8).bool() for kind in ("left", "holes"))
+    ranges = (torch.int32, (2, 1, 2, 8))
+    assert made() is None and made(attention_mask=torch.ones(2, 8).bool()) is None
+    assert made(attention_mask=left) == ranges
+    assert made(attention_mask=holes) == (torch.int32, (2, 1, 1, 8))
+    assert made(3, kv_length=32, q_offset=torch.tensor(5)) == ranges
+    assert made(local_size=4) == (torch.int32, (2, 1, 3, 8)) and made(local_size=8) is None
+    assert made(use_vmap=True, allow_is_causal_skip=False,
+                mask_function=lambda b, h, q, k: k <= q + 1) == (torch.bool, (2, 1, 8, 8))
+    assert torch.equal(ladder.make_mask(2, 1, 8, q_offset=7, attention_mask=left),
+                       sdpa_mask(2, 1, 8, q_offset=7, attention_mask=left))
+
+
+def test_stages_by_name():
+    ladder.register("ladder_mma", stage="mma", backward="mma")
+    ladder.register("ladder_of_2", stage="flash2", Br=16, Bc=32)
+    model, ids = model_of("gpt2"), tokens()
+    agree(logits(model, "ladder_of_2", ids), logits(model, "eager", ids))
+    with pytest.raises(ValueError, match="mma"):                          # it takes no float32
+        logits(model, "ladder_mma", ids)
+    with pytest.raises(ValueError, match="'flash' is in it"):
+        ladder.register("flash_ladder")
+
+
+def test_what_is_refused():
+    q = torch.randn(1, 2, 8, 16)
+    module = torch.nn.Module()
+    for arguments, message in (({"output_attentions": True}, "eager"), ({"cache": object()}, "generate")):
+        with pytest.raises(ValueError, match=message):
+            ladder.attend(module, q, q, q, None, **arguments)
+    for mask in (torch.ones(1, 8), "causal"):
+        with pytest.raises(ValueError, match=r"attention_mask: .*N_q, N_k"):
+            ladder.attend(module, q, q, q, mask)
+    with pytest.raises(ValueError, match="multiple of 8"):
+        ladder.attend(module, q[..., :12], q[..., :12], q[..., :12], None)
+
+
+def test_without_transformers():
+    code = "import sys; sys.modules['transformers'] = None; import flash_ladder.transformers"
+    done = subprocess.run([sys.executable, "-c", code], cwd=flash.ROOT, capture_output=True, text=True)
+    assert done.returncode and "ImportError" in done.stderr and "pip install" in done.stderr
