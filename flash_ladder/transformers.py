@@ -28,8 +28,8 @@ try:
     from transformers import AttentionInterface, AttentionMaskInterface
     from transformers.masking_utils import causal_mask_function, prepare_padding_mask, sdpa_mask
 except ImportError as error:
-    raise ImportError("flash_ladder.transformers needs Hugging Face's Transformers, 5.23 or later: "
-                      "pip install 'transformers>=5.23'") from error
+    raise ImportError("flash_ladder.transformers needs Hugging Face's Transformers, 5.17 or later: "
+                      "pip install 'transformers>=5.17'") from error
 
 from . import masks
 from .attention import attention

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-pytest.importorskip("transformers", minversion="5.23")
+pytest.importorskip("transformers", minversion="5.17")
 
 import torch  # noqa: E402
 from torch._subclasses.fake_tensor import FakeTensorMode  # noqa: E402
