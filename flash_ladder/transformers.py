@@ -10,7 +10,7 @@ layer. Between them goes a tensor of four dimensions, as Transformers passes no 
     None                       all keys up to the query's own, which is the last query's for the last key
     int32 (B, 1, 1, n)         likewise, of the query's own document: its number, of each token
     int32 (B, 1, 2, n)         likewise, from a first key up to an end: mask[b, 0, 0, 0], mask[b, 0, 1, 0]
-    int32 (B, 1, 3, n)         likewise, within the layer's sliding window
+    int32 (B, 1, 3, n)         likewise, within the configuration's sliding window
     bool or float, (B, 1 or H, N_q, N_k)   just what it says: True is seen, or a number is added
 
 Keys after the first n are not there yet: a static cache has room for them. A bidirectional layer
@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -56,8 +57,7 @@ def register(name: str = NAME, **options) -> None:
 # ------------------------------------------------------------------------------------------ a layer
 def attend(module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
            attention_mask: torch.Tensor | None, scaling: float | None = None, dropout: float = 0.0,
-           sliding_window: int | None = None, softcap: float | None = None,
-           s_aux: torch.Tensor | None = None, is_causal: bool | None = None,
+           softcap: float | None = None, s_aux: torch.Tensor | None = None, is_causal: bool | None = None,
            position_bias: torch.Tensor | None = None, options: dict | None = None,
            **others) -> tuple[torch.Tensor, None]:
     """The attention of a layer, as Transformers asks for it.
@@ -67,7 +67,7 @@ def attend(module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, valu
         attention_mask: see above.
         softcap: of scores, before the mask. s_aux: (H,), a sink. position_bias: added to the scores.
         options: of register().
-        others: for other implementations.
+        others: for other implementations; sliding_window too, which the mask tells.
     Returns:
         (B, N_q, H, d_v); and None, as there are no weights.
     Raises:
@@ -89,9 +89,9 @@ def attend(module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, valu
             key, value = (x[:, :, :attention_mask.shape[-1]] for x in (key, value))
     if is_causal is None:
         is_causal = getattr(module, "is_causal", True)
-    causal, seen = _read(module, attention_mask, query.shape[2], is_causal, sliding_window)
+    causal, seen = _read(module, attention_mask, query.shape[2], is_causal)
     if position_bias is not None:
-        seen.append(masks.additive(position_bias))
+        seen.append(masks.additive(position_bias[..., :key.shape[2]]))
     if softcap is not None:
         seen.insert(0, masks.softcap(softcap))
     mask = functools.reduce(Mask.__and__, seen) if seen else None
@@ -100,26 +100,23 @@ def attend(module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, valu
     return o.transpose(1, 2).contiguous(), None
 
 
-def _read(module: torch.nn.Module, mask: torch.Tensor | None, N_q: int, is_causal: bool,
-          window: int | None) -> tuple[bool, list[Mask]]:
+def _read(module: torch.nn.Module, mask: torch.Tensor | None, N_q: int,
+          is_causal: bool) -> tuple[bool, list[Mask]]:
     """attention()'s causal, and the masks beside it, of what the mask function made."""
-    if mask is not None and mask.dtype != torch.int32:
+    if mask is None:
+        return is_causal and N_q > 1, []
+    if mask.dtype != torch.int32:
         return False, [masks.of_tensor("attention_mask", mask)]
-    seen = []
-    if mask is not None and mask.shape[2] == 1:
-        seen.append(masks.document(mask[:, 0, 0]))
-    elif mask is not None:
-        seen.append(masks.padding(mask[:, 0, 0, 0], mask[:, 0, 1, 0]))
-        if N_q == 1:
-            return False, seen
-        if mask.shape[2] == 3 and window is None:  # a layer need not say it
-            window = module.config.sliding_window  # type: ignore
-        elif mask.shape[2] == 2:
-            window = None
-    if window is None:
-        return is_causal and N_q > 1, seen
-    # Transformers counts the query's own key to a causal window, and not to one of both sides
-    return False, [masks.window(window - 1, 0) if is_causal else masks.window(window, window), *seen]
+    if mask.shape[2] == 1:
+        return is_causal, [masks.document(mask[:, 0, 0])]
+    there = masks.padding(mask[:, 0, 0, 0], mask[:, 0, 1, 0])
+    if mask.shape[2] == 2:
+        return is_causal and N_q > 1, [there]
+    # The configuration's, as the mask function has it: a layer's own is meant for FlashAttention's arguments.
+    # A causal window has the query's own key in it, one of both sides has not
+    config: Any = module.config
+    size = config.sliding_window
+    return False, [masks.window(size - 1, 0) if is_causal else masks.window(size, size), there]
 
 
 # ------------------------------------------------------------------------------------------ the mask

@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 
@@ -13,13 +14,21 @@ from transformers import (  # noqa: E402
     AutoModelForCausalLM,
     BertConfig,
     BertModel,
+    CompileConfig,
     Gemma2Config,
     GPT2Config,
     GPT2LMHeadModel,
     GptOssConfig,
     LlamaConfig,
 )
-from transformers.masking_utils import sdpa_mask  # noqa: E402
+from transformers.masking_utils import (  # noqa: E402
+    bidirectional_mask_function,
+    causal_mask_function,
+    chunked_causal_mask_function,
+    sdpa_mask,
+    sliding_window_bidirectional_mask_function,
+    sliding_window_causal_mask_function,
+)
 
 import flash  # noqa: E402
 import flash_ladder.transformers as ladder  # noqa: E402
@@ -55,13 +64,16 @@ def tokens(batch: int = 2, length: int = N) -> torch.Tensor:
 
 
 def padding(kind: str, length: int = N) -> torch.Tensor | None:
-    """(2, N), of which the second sequence is shorter; holes: of which some tokens are left out."""
+    """(2, N), of which the second sequence is shorter; holes: of which some tokens are left out; ragged: both
+    sequences are shorter, and one has a hole."""
     if kind == "none":
         return None
     there = torch.ones(2, length, dtype=torch.long)
     at = {"left": slice(0, PADDED), "right": slice(length - PADDED, length), "holes": slice(3, 9, 2),
-          "ones": slice(0, 0)}
+          "ones": slice(0, 0), "ragged": slice(0, 1)}
     there[1, at[kind]] = 0
+    if kind == "ragged":
+        there[0, 0] = there[0, length // 2] = there[1, :3] = 0
     return there
 
 
@@ -227,6 +239,70 @@ def test_compiled(name, kind):
         agree(ours, eagers)
 
 
+LENGTH, MINE = 32, {"sliding_window": 5, "attention_chunk_size": None}
+KINDS = {"causal": {}, "both": {"allow_is_bidirectional_skip": True, "allow_is_causal_skip": False,
+                                "mask_function": bidirectional_mask_function},
+         "window": {"local_size": 5, "mask_function": sliding_window_causal_mask_function(5)},
+         "window_both": {"local_size": 5, "allow_is_bidirectional_skip": True, "allow_is_causal_skip": False,
+                         "mask_function": sliding_window_bidirectional_mask_function(5)},
+         "chunks": {"local_size": 5,
+                    "mask_function": chunked_causal_mask_function(5, torch.zeros(2, dtype=torch.long))},
+         "own": {"use_vmap": True, "allow_is_causal_skip": False,
+                 "mask_function": lambda b, h, q, k: (k <= q) | (k == q + 3)}}
+CALLS = {"plain": (LENGTH, LENGTH, 0, 0), "more keys": (9, LENGTH, LENGTH - 9, 0),
+         "static, empty": (9, LENGTH, torch.tensor(0), 0), "static, begun": (9, LENGTH, torch.tensor(11), 0),
+         "one, static": (1, LENGTH, torch.tensor(11), 0), "one": (1, LENGTH, LENGTH - 1, 0),
+         "one, static window": (1, 5, 2, 0), "window's cache": (4, 8, 20, 16),
+         "one, window's": (1, 5, 20, 16)}
+
+
+@pytest.mark.parametrize("kind, call", [(kind, call) for kind in KINDS for call in CALLS
+                                        if call == "plain" or not kind.endswith("both")])  # no caches there
+def test_which_keys_are_seen(kind, call):
+    """Those that Transformers' mask function says, of queries that are no padding: a key's value is a column
+    of its own, so o says who is seen."""
+    N_q, N_k, q_offset, kv_offset = CALLS[call]
+    chunk = 5 if kind == "chunks" else None
+    module = torch.nn.Module()
+    module.is_causal = not kind.endswith("both")
+    module.config = SimpleNamespace(**MINE | {"attention_chunk_size": chunk})
+    arguments = dict(batch_size=2, q_length=N_q, kv_length=N_k, q_offset=q_offset, kv_offset=kv_offset)
+    q, k = torch.randn(2, 1, N_q, LENGTH), torch.randn(2, 1, N_k, LENGTH)
+    v = torch.eye(N_k).expand(2, 1, -1, -1)
+    v = torch.nn.functional.pad(v, (0, -N_k % 8))
+    for there in (None, "left", "right", "holes", "ragged"):
+        end = int(q_offset) + N_q
+        given = None if there is None else padding(there, end)
+        if there == "right" and N_q == 1:
+            given[1, -1] = 1
+        if given is not None:
+            given = given.bool()
+        mask = ladder.make_mask(**arguments, **KINDS[kind], attention_mask=given, config=module.config)
+        expected = sdpa_mask(**arguments, attention_mask=given, allow_is_causal_skip=False,
+                             mask_function=KINDS[kind].get("mask_function", causal_mask_function),
+                             use_vmap=kind == "own")[:, 0]
+        o = ladder.attend(module, q, k, v, mask)[0][:, :, 0, :N_k]
+        real = torch.ones(2, N_q).bool() if given is None else given[:, -N_q:]
+        assert torch.equal((o > 0)[real], expected[real]), there
+
+
+def test_compiled_decoding():
+    """As generate() compiles it for a static cache: no graph break, and nothing is compiled anew a token."""
+    model, ids = model_of("llama"), tokens(length=7)
+    how = CompileConfig(backend="aot_eager", fullgraph=True, mode=None)
+    how._compile_all_devices = True
+    for kind in ("none", "left"):
+        torch._dynamo.reset()
+        torch._dynamo.utils.counters.clear()
+        found = []
+        for implementation, options in (("eager", {}), ("ladder", {"compile_config": how})):
+            model.set_attn_implementation(implementation)
+            found.append(model.generate(ids, attention_mask=padding(kind, 7), max_new_tokens=6,
+                                        do_sample=False, cache_implementation="static", **options))
+        assert torch.equal(*found)
+        assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+
+
 def test_nothing_is_read_back_in_a_decoding_step():
     """A fake tensor has no data: to look into it is an error."""
     with FakeTensorMode():
@@ -250,6 +326,7 @@ def test_forms_of_a_mask():
     assert made(attention_mask=left) == ranges
     assert made(attention_mask=holes) == (torch.int32, (2, 1, 1, 8))
     assert made(3, kv_length=32, q_offset=torch.tensor(5)) == ranges
+    assert made(4, q_offset=20, kv_offset=16) is None and made(1, q_offset=20, kv_offset=13) is None
     assert made(local_size=4) == (torch.int32, (2, 1, 3, 8)) and made(local_size=8) is None
     assert made(use_vmap=True, allow_is_causal_skip=False,
                 mask_function=lambda b, h, q, k: k <= q + 1) == (torch.bool, (2, 1, 8, 8))
