@@ -78,8 +78,9 @@ def train(settings: Settings, steps: int, checkpoint: Path | None = None, save_e
     data = corpus()
     torch.manual_seed(settings.seed)
     attention = implementation(settings.attention, settings.stage, settings.backward)
-    model = build(settings.model, settings.size, attention, settings.seq_len, settings.dropout,
-                  settings.weights)
+    with device:  # random weights are drawn there
+        model = build(settings.model, settings.size, attention, settings.seq_len, settings.dropout,
+                      settings.weights)
     model.to(device).train()
     if settings.checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
