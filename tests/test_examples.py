@@ -142,6 +142,9 @@ def test_weights_and_stages_by_name(train_gpt, tmp_path, capsys):
     ours, eager, others = (train_gpt.main([*run, *more])[0].losses[0] for more in (
         [*given, "--stage", "flash2", "--backward", "recompute"], [*given, "--attention", "eager"], []))
     assert ours == pytest.approx(eager, rel=1e-5) and abs(ours - others) > 1e-3
+    with pytest.raises(SystemExit):
+        train_gpt.main([*run, *given, "--seq-len", "2000"])
+    assert "has 1024 positions" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("arguments, message", [

@@ -218,6 +218,7 @@ def test_keys_on_both_sides():
     agree(logits(decoder, "ladder", ids[:, :9], **encoded), logits(decoder, "eager", ids[:, :9], **encoded))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["gpt2", "llama"])
 @pytest.mark.parametrize("kind", ["none", "right"])
 def test_compiled(name, kind):
@@ -286,6 +287,7 @@ def test_which_keys_are_seen(kind, call):
         assert torch.equal((o > 0)[real], expected[real]), there
 
 
+@pytest.mark.slow
 def test_compiled_decoding():
     """As generate() compiles it for a static cache: no graph break, and nothing is compiled anew a token."""
     model, ids = model_of("llama"), tokens(length=7)

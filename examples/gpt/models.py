@@ -59,18 +59,28 @@ def build(model: str, size: str, attention: str, seq_len: int, dropout: float = 
           weights: Path | None = None) -> PreTrainedModel:
     """With weights by torch's seed, or those of a folder. attention: Transformers' name."""
     if weights is not None:
-        if not (weights / "config.json").is_file():
-            raise ValueError(f"--weights {weights}: there is no config.json; save_pretrained() writes it")
-        return AutoModelForCausalLM.from_pretrained(weights, attn_implementation=attention,
-                                                    dtype=torch.float32, local_files_only=True)
-    changes = dict(shape_of(model, size).config)
-    config: GPT2Config | LlamaConfig
-    if model == "gpt2":
-        config = GPT2Config(**changes, n_positions=max(1024, seq_len), attn_pdrop=dropout,
-                            resid_pdrop=dropout, embd_pdrop=dropout, bos_token_id=None, eos_token_id=None)
+        made = pretrained(weights, attention, seq_len)
     else:
-        config = LlamaConfig(**changes, max_position_embeddings=max(4096, seq_len),
-                             attention_dropout=dropout, bos_token_id=None, eos_token_id=None)
-    made = AutoModelForCausalLM.from_config(config, attn_implementation=attention, dtype=torch.float32)
+        made = AutoModelForCausalLM.from_config(config_of(model, size, seq_len, dropout), dtype=torch.float32,
+                                                attn_implementation=attention)
     made.loss_type = "ForCausalLM"  # GPT-2 warns that it has none, and a warning is no part of a graph
+    return made
+
+
+def config_of(model: str, size: str, seq_len: int, dropout: float) -> GPT2Config | LlamaConfig:
+    shape = {**shape_of(model, size).config, "bos_token_id": None, "eos_token_id": None}
+    if model == "gpt2":
+        return GPT2Config(**shape, n_positions=max(1024, seq_len), attn_pdrop=dropout, resid_pdrop=dropout,
+                          embd_pdrop=dropout)
+    return LlamaConfig(**shape, max_position_embeddings=max(4096, seq_len), attention_dropout=dropout)
+
+
+def pretrained(weights: Path, attention: str, seq_len: int) -> PreTrainedModel:
+    if not (weights / "config.json").is_file():
+        raise ValueError(f"--weights {weights}: there is no config.json; save_pretrained() writes one")
+    made = AutoModelForCausalLM.from_pretrained(weights, attn_implementation=attention, dtype=torch.float32,
+                                                local_files_only=True)
+    if made.config.max_position_embeddings < seq_len:
+        most = made.config.max_position_embeddings
+        raise ValueError(f"--seq-len {seq_len}: {weights} has {most} positions")
     return made

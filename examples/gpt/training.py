@@ -9,6 +9,7 @@ import time
 import zlib
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 from rich.console import Console
@@ -67,7 +68,7 @@ class Result:
         return sum(last) / len(last) if last else None
 
 
-def train(settings: Settings, steps: int, checkpoint: Path | None = None, save_every: int = 0,
+def train(settings: Settings, steps: int, checkpoint: Path = Path("checkpoint.pt"), save_every: int = 0,
           resume: bool = False, console: Console | None = None) -> Result:
     """Train for so many steps in all.
 
@@ -86,7 +87,7 @@ def train(settings: Settings, steps: int, checkpoint: Path | None = None, save_e
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     optimizer = torch.optim.AdamW(model.parameters(), lr=settings.lr, betas=(0.9, 0.95), weight_decay=0.1,
                                   fused=device.type == "cuda")
-    begin, losses = 0, []
+    begin, losses = 0, list[Any]()
     if resume:
         begin, losses = load(checkpoint, settings, data, model, optimizer, steps)
     run = torch.compile(model, fullgraph=True) if settings.compile else model
@@ -151,7 +152,7 @@ def now(device: torch.device) -> float:
 # ------------------------------------------------------------------------------------------ checkpoints
 def common(settings: Settings, data: torch.Tensor) -> dict[str, str]:
     """What a run that goes on must have in common with its beginning."""
-    return {**settings.as_text(), "data": f"{zlib.crc32(data.to(torch.uint8).numpy()):08x}"}
+    return {**settings.as_text(), "data": f"{zlib.crc32(bytes(data.to(torch.uint8).numpy())):08x}"}
 
 
 def save(file: Path, settings: Settings, data: torch.Tensor, model, optimizer, step: int,
