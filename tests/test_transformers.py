@@ -20,6 +20,10 @@ from transformers import (  # noqa: E402
     GPT2LMHeadModel,
     GptOssConfig,
     LlamaConfig,
+    ModernBertConfig,
+    ModernBertModel,
+    T5Config,
+    T5EncoderModel,
 )
 from transformers.masking_utils import (  # noqa: E402
     bidirectional_mask_function,
@@ -197,20 +201,35 @@ def test_masks_of_four_dimensions():
     agree(logits(model, "ladder", ids, attention_mask=seen), expected)
 
 
-def test_keys_on_both_sides():
-    """BERT; GPT-2 as a decoder that looks at an encoder's output."""
+@pytest.mark.parametrize("cls, config", [
+    (BertModel, BertConfig(hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=48,
+                           initializer_range=0.3, attention_probs_dropout_prob=0.0)),
+    (ModernBertModel, ModernBertConfig(hidden_size=32, num_hidden_layers=2, num_attention_heads=2,
+                                       intermediate_size=48, initializer_range=0.3, local_attention=8,
+                                       global_attn_every_n_layers=2)),
+    (T5EncoderModel, T5Config(d_model=32, d_kv=16, num_heads=2, num_layers=2, d_ff=48, dropout_rate=0.0))],
+    ids=["bert", "modernbert", "t5"])
+def test_keys_on_both_sides(cls, config):
+    """Of encoders: with all keys, with a window, with a bias by distance, which has a gradient."""
     torch.manual_seed(1)
-    config = BertConfig(vocab_size=VOCABULARY, hidden_size=32, num_hidden_layers=2, num_attention_heads=2,
-                        intermediate_size=48, initializer_range=0.3, attention_probs_dropout_prob=0.0)
-    model = BertModel._from_config(config, attn_implementation="eager").eval()
-    ids, there = tokens(), padding("left")
-    found = []
+    model = cls._from_config(config, attn_implementation="eager").eval()
+    ids, there, found = tokens(), padding("left"), []
     for implementation in ("eager", "ladder"):
         model.set_attn_implementation(implementation)
-        with torch.no_grad():
-            found.append(model(ids, attention_mask=there).last_hidden_state)
-    agree(found[1], found[0], there)
+        model.zero_grad()
+        states = model(ids, attention_mask=there).last_hidden_state[there.bool()]
+        (states * torch.linspace(-1, 1, 32)).sum().backward()
+        bias = {name: x.grad.clone() for name, x in model.named_parameters() if "relative" in name}
+        found.append({"states": states.detach(), **bias})
+    assert len(found[0]) == 1 + (cls is T5EncoderModel)
+    for key, expected in found[0].items():
+        agree(found[1][key], expected)
 
+
+def test_an_encoder_beside_a_decoder():
+    """GPT-2 that looks at an encoder's output, padding in that."""
+    torch.manual_seed(1)
+    there, ids = padding("left"), tokens()
     config = CONFIGS["gpt2"]()
     config.add_cross_attention = True
     decoder = GPT2LMHeadModel._from_config(config, attn_implementation="eager").eval()
