@@ -147,6 +147,17 @@ def test_weights_and_stages_by_name(train_gpt, tmp_path, capsys):
     assert "has 1024 positions" in capsys.readouterr().err
 
 
+def test_a_backend_that_refuses(train_gpt, tmp_path, capsys):
+    """PyTorch has no memory-efficient kernel for the CPU: a row says so, and the others are there."""
+    if torch.cuda.is_available():
+        pytest.skip("it has one for a GPU")
+    eager, sdpa, ours = train_gpt.main([*SMALL, "--attention", "all", "--backend", "efficient",
+                                        "--steps", "1", "--out", str(tmp_path)])
+    assert sdpa.error == "refused by --backend efficient" and sdpa.final_loss is None
+    assert eager.final_loss == pytest.approx(ours.final_loss, rel=1e-5)
+    assert "refused" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("arguments, message", [
     (["--size", "1b"], "gpt2 comes in tiny and 124m"),
     (["--stage", "flash2", "--attention", "eager"], "--stage goes with --attention flash"),

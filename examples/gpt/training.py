@@ -22,6 +22,7 @@ from .models import build, implementation
 BACKENDS = {"flash": SDPBackend.FLASH_ATTENTION, "efficient": SDPBackend.EFFICIENT_ATTENTION,
             "math": SDPBackend.MATH}
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+NO_KERNEL = ("No available kernel", "No viable backend")  # SDPA's words, on a GPU and on the CPU
 WARM_UP = 10     # steps: the learning rate rises, kernels are compiled, and no time is taken
 LOOK = 10        # every so many steps the loss is read back from the GPU, for the progress bar
 
@@ -125,10 +126,16 @@ def train(settings: Settings, steps: int, checkpoint: Path = Path("checkpoint.pt
 
 
 def try_to_train(settings: Settings, *arguments, **options) -> Result:
-    """train(); a GPU that is too small for it is a result, too. The next run finds the memory empty."""
-    result = Result(settings.attention, error="out of memory")
-    with contextlib.suppress(torch.OutOfMemoryError):
+    """train(); a GPU that is too small, or a backend of SDPA's that refuses the call, is a result, too. The
+    next run finds the memory empty."""
+    try:
         result = train(settings, *arguments, **options)
+    except torch.OutOfMemoryError:
+        result = Result(settings.attention, error="out of memory")
+    except RuntimeError as error:
+        if not str(error).startswith(NO_KERNEL):
+            raise
+        result = Result(settings.attention, error=f"refused by --backend {settings.backend}")
     if settings.compile:
         torch.compiler.reset()
     gc.collect()
