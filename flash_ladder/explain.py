@@ -15,9 +15,10 @@ from rich.table import Table
 from .attention import Checked, checked, together
 from .bound import Bound
 from .compiled import Kernel, kernels_of
+from .flops import flops_of_pair, visible_pairs
 from .launch import definitions
 from .masks import Mask
-from .plan import Keys, empty_output, flops_of_pair, mask_file, plan_for, visible_pairs, window_of
+from .plan import Keys, empty_output, mask_file, plan_for, window_of
 from .registry import why_this
 from .sources import ROOT, source_files
 from .stage import Stage

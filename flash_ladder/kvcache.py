@@ -311,12 +311,12 @@ def _append(k_cache, v_cache, k, v, before: torch.Tensor, block_table) -> None:
     schema=f"(Tensor q, Tensor k, Tensor v, Tensor seqlens_k, Tensor? block_table, {OPTIONS}, int diagonals, "
            "int splits, int? Br, int? Bc) -> (Tensor o, Tensor L)")
 def _kvcache_op(q, k, v, seqlens_k, block_table, diagonal, mask, mask_tensors, ints, floats, dropout_p, seed,
-                sink, scale, stage, diagonals, splits, Br, Bc):
-    """Of tensors (B, heads, N, d), which attention_kvcache() has checked."""
+                sink, cu_seqlens_q, cu_seqlens_k, scale, stage, diagonals, splits, Br, Bc):
+    """Of tensors (B, heads, N, d), which attention_kvcache() has checked; no packed sequences."""
     visible = visible_of(diagonal, mask, mask_tensors, ints, floats)
     if isinstance(visible, Bound):
         visible = replace(visible, diagonals=diagonals)
-    extras = Extras(dropout_p, seed, sink)
+    extras = Extras(dropout_p, seed, sink, cu_seqlens_q, cu_seqlens_k)
     cache = Cache(0 if block_table is None else block_table.shape[1], splits)
     chosen = choose(of_text(stage), q, "fwd", None, visible, extras, Keys(k, cache=cache), Br=Br, Bc=Bc)
     return forward(q, k, v, visible, scale, *chosen, extras, cache, seqlens_k=seqlens_k,

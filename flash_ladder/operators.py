@@ -17,6 +17,7 @@ from torch.utils.flop_counter import register_flop_formula
 from .bound import Bound
 from .checks import check_tangent, check_tensors
 from .extras import NO_EXTRAS, Extras
+from .flops import flops_of_pair, visible_pairs
 from .plan import (
     Keys,
     Plan,
@@ -25,11 +26,9 @@ from .plan import (
     choose,
     empty_like,
     empty_output,
-    flops_of_pair,
     forward,
     forward_outputs,
     run,
-    visible_pairs,
 )
 from .sequences import check_sequences
 from .stage import Stage

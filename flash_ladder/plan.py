@@ -20,6 +20,7 @@ from .bound import strides_of as mask_strides_of
 from .checks import aligned, as_scale
 from .devices import multiprocessors, shared_memory_per_block
 from .extras import NO_EXTRAS, Cache, Extras, check_takes
+from .flops import flops_of_pair, visible_pairs
 from .inspection import current_report
 from .launch import Library, MaskTensor, Tensor, definitions, explain_loss, latest, load, params_of
 from .loader import debug
@@ -396,16 +397,3 @@ def run(plan: Plan, tensors: dict[str, torch.Tensor | None], *of_mask: torch.Ten
         plan.inspect(report, *in_order, *of_mask)
     else:
         plan.launch(*in_order, *of_mask)
-
-
-def flops_of_pair(direction: str, d: int, d_v: int) -> int:
-    """Of a query and a key that it sees, in both products, or in the five of the backward pass."""
-    return 2 * (d + d_v) if direction == "fwd" else 2 * (3 * d + 2 * d_v)
-
-
-def visible_pairs(N_q: int, N_k: int, visible: Visible) -> int:
-    """How many pairs of a query and a key that it sees. Of a mask: all, as it depends on its tensors, which
-    tiles.py asks."""
-    if not isinstance(visible, int):
-        return N_q * N_k
-    return sum(min(max(row + visible + 1, 0), N_k) for row in range(N_q))

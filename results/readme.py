@@ -13,9 +13,11 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
+import decode  # noqa: E402
 import dropout  # noqa: E402
 import headers  # noqa: E402
 import masks  # noqa: E402
+import models  # noqa: E402
 import varlen  # noqa: E402
 from simulated import (  # noqa: E402, F401 - by their names in PARTS
     conflicts,
@@ -341,6 +343,17 @@ def measured_varlen() -> str:
     return varlen.table(json.loads(file.read_text())) if file.exists() else ""
 
 
+def measured_decode() -> str:
+    """Decode steps on an H200; empty before they are measured."""
+    file = RESULTS / "h200" / "decode.json"
+    return decode.table(json.loads(file.read_text())) if file.exists() else ""
+
+
+def measured_models() -> str:
+    """Models trained on an H200."""
+    return models.table(RESULTS / "h200" / "models")
+
+
 def lessons() -> str:
     """The notebooks as a Markdown table: title, exercises and bug hunts of each."""
     lines = ["| lesson | exercises | bug hunts |", "|---|---|---|"]
@@ -354,8 +367,9 @@ def lessons() -> str:
 
 
 PARTS = ("ladder", "speed", "lessons", "host", "rungs", "results", "backward", "ratios", "long", "results16",
-         "backward16", "ratios16", "measured_masks", "measured_dropout", "measured_varlen", "finding",
-         "traffic", "counts", "conflicts", "planted_bugs", "stage_mutants", "sampled_mutants")
+         "backward16", "ratios16", "measured_masks", "measured_dropout", "measured_varlen", "measured_decode",
+         "measured_models", "finding", "traffic", "counts", "conflicts", "planted_bugs", "stage_mutants",
+         "sampled_mutants")
 
 
 def updated(texts: dict[str, str]) -> dict[str, str]:

@@ -192,8 +192,7 @@ __global__ void __launch_bounds__(threads, blocks_per_sm) forward_kernel(FwdPara
 
   // With 32 rows a warp, no register is left to keep bh through the loops. So it is worked out again, from
   // another expression for the number of heads, as the compiler would recognise the same one and keep it.
-  const int heads_again = gridDim.x / Tr;
-  const Work again = dispatch_order(Tr, heads_again, CAUSAL ? heads_again : 16);
+  const Work again = dispatch_order(Tr, gridDim.x / Tr, CAUSAL ? gridDim.x / Tr : 16);
   const int bh_again = strips == 1 ? bh : again.bh;
   enter_outputs_of_Q(p, Tr - 1 - again.tile);
   #pragma unroll

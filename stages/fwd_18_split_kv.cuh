@@ -6,7 +6,8 @@
 // default: sm_80 if N_q <= 16 and N_k >= 512
 // takes:   sink, d_v, kv_cache
 // refuses: masks by head
-// tiles:   Br=32 Bc=64; packed > 32: Br=64 Bc=64
+// tiles:   Br=32 Bc=64; rows >= 400 * packed and 64 < d <= 128: Br=32 Bc=32;
+//          packed > 32: Br=64 Bc=64; packed > 32 and d <= 64: Br=128 Bc=64
 // limits:  Br % 16 == 0; Br <= 256; Bc % 16 == 0; Bc <= 128
 // shared:  2 * (Br + (4 if d <= 128 else 2) * Bc) * ((d + 63) // 64 * 64) + 16 * Br
 // splits:  ceil_div(Tc, ceil_div(Tc, max(1, blocks // (B * H_kv * ceil_div(N_q * H // H_kv, Br)))))
@@ -60,7 +61,7 @@ constexpr int strips = warp_rows / 16;
 constexpr int warps = Br / warp_rows, threads = 32 * warps;
 constexpr int pitch = (d + 63) / 64 * 64; // from a row of a tile in shared memory to the next
 constexpr int buffers = d <= 128 ? 2 : 1; // tiles each of K and V in shared memory
-constexpr int blocks_per_sm = Br > 64 ? 1 : d <= 64 && Br < 64 ? 4 : 2;    // at least: it bounds registers
+constexpr int blocks_per_sm = Br > 64 ? 1 : d <= 64 ? 4 : 2;  // at least: so many registers may a thread have
 // Registers for a lane's part of O, S and Q: is there room for all three? Else Q is read anew for each tile.
 constexpr bool Q_in_registers = strips * (width / 2 + Bc / 2 + width / 4) <= 192;
 

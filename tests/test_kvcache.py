@@ -159,11 +159,11 @@ def test_operator(device):
     views = [x.transpose(1, 2) for x in (q, k, v)]
     torch.library.opcheck(torch.ops.flash.kvcache, (
         *views, options["cache_seqlens"], options["block_table"], 0, None, [], [], [], 0.0, None, None, None,
-        "split_kv", 0, 2, None, None))
+        None, None, "split_kv", 0, 2, None, None))
     mask = M.window(50, 0).bind(*views[:2], N_MAX)
     torch.library.opcheck(torch.ops.flash.kvcache, (
         *views, options["cache_seqlens"], options["block_table"], None, mask.text, [], list(mask.ints), [],
-        0.0, None, None, None, "ampere_tuned", mask.diagonals, 0, None, None))
+        0.0, None, None, None, None, None, "ampere_tuned", mask.diagonals, 0, None, None))
 
 
 def test_compiled(device):
@@ -218,9 +218,9 @@ def test_nothing_waits_for_the_gpu(page_size):
 
 # ------------------------------------------------------------------------------------------ what calls take
 def chosen(H=8, N_q=1, N_k=600, requires_grad=False, dtype=torch.bfloat16, causal=False, mask=None,
-           dropout_p=0.0):
+           dropout_p=0.0, d=64, B=1):
     """The stage's name and Br."""
-    q, k, v = random_qkv(1, H, 2, N_q, N_k, 64, "cpu", dtype)
+    q, k, v = random_qkv(B, H, 2, N_q, N_k, d, "cpu", dtype)
     call = attention.checked(q.requires_grad_(requires_grad), k, v, "causal", causal, mask, None, None, None,
                              None, {}, dropout_p)
     return call.forward[0].name, call.forward[1]["Br"]
@@ -229,7 +229,8 @@ def chosen(H=8, N_q=1, N_k=600, requires_grad=False, dtype=torch.bfloat16, causa
 def test_what_calls_take():
     """split_kv for decoding alone; and where it is of no use, or cannot, ampere_tuned."""
     assert chosen() == chosen(mask=M.window(9, 0)) == chosen(H=64) == ("split_kv", 32)
-    assert chosen(N_q=16, causal=True) == chosen(H=68) == ("split_kv", 64)
+    assert chosen(N_q=16, causal=True) == chosen(H=68) == ("split_kv", 128)
+    assert chosen(N_q=16, d=128) == chosen(N_q=16, d=128, B=220) == ("split_kv", 64)
     for options in ({"N_q": 17}, {"N_k": 500}, {"requires_grad": True}, {"dropout_p": 0.5},
                     {"mask": M.alibi(torch.ones(8))}):
         assert chosen(**options)[0] == "ampere_tuned", options

@@ -15,7 +15,7 @@ import torch
 
 import flash
 
-from ..plan import flops_of_pair
+from ..flops import flops_of_pair
 from .measuring import failure, milliseconds, origin
 from .peers import NO_GPU, compiled_flex
 from .report import PASSES, number
