@@ -243,8 +243,9 @@ __global__ void merge_kernel(FwdParams p) {
   float m = -INFINITY, l = 0.f, O = 0.f;
   for (int s = col % 32; s < p.splits; s += 32) m = fmaxf(m, *part(p, s, row));
   m = warp_max(m);
-  if (m == -INFINITY) m = 0.f;              // no range has a key that counts: -inf - -inf is NaN
   if (col >= d_v) return;
+  // --- the ranges, merged
+  if (m == -INFINITY) m = 0.f;              // no range has a key that counts: -inf - -inf is NaN
   for (int first = 0; first < p.splits; first += 8) {
     #pragma unroll                          // 8: their loads overlap, also those of the last ones
     for (int s = first; s < first + 8; s++) {
@@ -256,6 +257,7 @@ __global__ void merge_kernel(FwdParams p) {
   }
   p.O.head(bh / p.H, bh % p.H)[query * p.O.stride_n + col] = ELEMENT(l == 0.f ? 0.f : O / l);
   if (col == 0) p.L[row] = m + logf(l);
+  // ---
 }
 
 size_t workspace_bytes(const FwdParams& p) {

@@ -14,8 +14,12 @@ Tensors = dict[str, torch.Tensor]
 GRADIENTS = ("dQ", "dK", "dV")
 
 
-def difference(case: Case, dtype: torch.dtype, outputs: Tensors, tiles: dict[str, int]) -> str:
-    """What is wrong with the outputs of a call, in words; nothing if they are right."""
+def difference(case: Case, dtype: torch.dtype, outputs: Tensors, tiles: dict[str, int],
+               splits: int = 1) -> str:
+    """What is wrong with the outputs of a call, in words; nothing if they are right.
+
+    splits: ranges of keys that the stage makes.
+    """
     q, k, v, do, dlse = inputs_of(case, dtype)
     backward = "dQ" in outputs
     truth = truth_of(case, dtype, backward)
@@ -26,7 +30,8 @@ def difference(case: Case, dtype: torch.dtype, outputs: Tensors, tiles: dict[str
     wide = Problem(q.double(), k.double(), v.double(), case.diagonal, case.factor, tiles["Br"],
                    tiles["Bc"],
                    do=do.double() if backward else None,
-                   dlse=dlse.double() if backward and dlse is not None else None, mask=case.mask)
+                   dlse=dlse.double() if backward and dlse is not None else None, mask=case.mask,
+                   splits=splits)
     tolerance = {name: 4 * x.max().item() for name, x in allowed.items()}
     found, rows = outputs, ""
     if case.patterns:  # a mistake shows in some heads only, and there it may be by overflow

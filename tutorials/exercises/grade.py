@@ -18,6 +18,7 @@ from pathlib import Path
 import torch
 
 import flash
+from flash_ladder.devices import multiprocessors
 from flash_ladder.operators import as_arguments
 from flash_ladder.reference import reference
 from flash_ladder.simulator.records import Access
@@ -143,6 +144,13 @@ def tiles_of(exercise: Exercise, stage: flash.Stage, case: Case) -> dict[str, in
     return stage.tiles(case.d, shared_memory, causal=case.causal, **exercise.tiles)
 
 
+def splits_of(exercise: Exercise, stage: flash.Stage, case: Case) -> int:
+    """Ranges of keys in this call."""
+    sizes = {name: getattr(case, name) for name in ("B", "H", "H_kv", "N_q", "N_k", "d")}
+    tiles = tiles_of(exercise, stage, case)
+    return stage.number_of_splits(sizes, tiles, multiprocessors(torch.device("cpu")))
+
+
 def call(exercise: Exercise, answer: Answer, case: Case) -> dict[str, torch.Tensor]:
     """The outputs of the stage, by name. Of a backward stage with O and L from the reference, in float64."""
     stage = answer.stage
@@ -225,7 +233,8 @@ def run_case(exercise: Exercise, answer: Answer, case: Case) -> None:
     """Under the checker, and beside float64."""
     outputs, _ = watched(exercise, answer, case)
     stage = answer.stage
-    if wrong := difference(case, dtype_of(stage, case), outputs, tiles_of(exercise, stage, case)):
+    if wrong := difference(case, dtype_of(stage, case), outputs, tiles_of(exercise, stage, case),
+                           splits_of(exercise, stage, case)):
         raise Refused("wrong result", f"{wrong}\n\nIn the call {named(stage, case)}.")
 
 

@@ -26,6 +26,7 @@ from .models import (
     softmax,
     with_maximum,
 )
+from .split_mistakes import split_mistakes
 
 
 def tile_masks(p: Problem) -> Iterator[tuple[str, torch.Tensor]]:
@@ -87,7 +88,6 @@ def forward_mistakes(p: Problem) -> Iterator[tuple[str, Tensors]]:
     if 1 < H_kv < H:
         yield ("the key head is wrong: query head h reads h / (H / H_kv), not h % H_kv",
                attention(p.with_heads(lambda h, H, H_kv: h % H_kv)))
-    if 1 < H_kv < H:
         own = p.with_heads(lambda h, H, H_kv: h // (H // H_kv))
         other = p.with_heads(lambda h, H, H_kv: h % H_kv)
         for name, mixed in (("K", replace(own, k=other.k)), ("V", replace(own, v=other.v))):
@@ -322,8 +322,7 @@ def backward_mistakes(p: Problem) -> Iterator[tuple[str, Tensors]]:
         name: right[name] * p.scale for name in ("dQ", "dK")}
     S = p.scores().masked_fill(~p.visible(), -math.inf)
     P = softmax(S)[0]
-    keys = p.k.repeat_interleave(group, 1)
-    yield "dQ is made of P: it is scale * dS K", right | {"dQ": p.scale * P @ keys}
+    yield "dQ is made of P: it is scale * dS K", right | {"dQ": p.scale * P @ p.k.repeat_interleave(group, 1)}
     col = torch.arange(p.k.shape[2])
     last = col // p.Bc == (p.visible() * col).amax(-1, keepdim=True) // p.Bc
     yield ("dQ holds the last tile of keys only: it must be added to, not begun anew",
@@ -339,6 +338,7 @@ def mistakes_of(p: Problem) -> Iterator[tuple[str, Tensors]]:
         for what, visible in mask_mistakes(p):
             yield what, attention(p, visible) if p.do is None else gradients(p, visible=visible)
     else:
+        yield from split_mistakes(p)
         yield from forward_mistakes(p) if p.do is None else backward_mistakes(p)
 
 

@@ -15,7 +15,7 @@ Tensors = dict[str, torch.Tensor]
 
 @dataclass(frozen=True)
 class Problem:
-    """The inputs of a call, in float64, and the sizes of the tiles."""
+    """The inputs of a call, in float64, the sizes of the tiles, and how many ranges keys are split into."""
 
     q: torch.Tensor
     k: torch.Tensor
@@ -27,6 +27,7 @@ class Problem:
     do: torch.Tensor | None = None
     dlse: torch.Tensor | None = None
     mask: MaskCall | None = None
+    splits: int = 1
 
     def with_heads(self, head_of: Callable[[int, int, int], int]) -> Problem:
         """With a key head for each query head: (h, H, H_kv) -> h_kv."""
