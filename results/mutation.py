@@ -33,7 +33,8 @@ RULES = ("causal.cuh", "none.cuh")
 OTHER_RULES = re.compile(r"\bt < cut\b|whole_j|p\.mask\.|\bscores &&|has_gradient|unseen_by|first_tile|"
                          r"first_key\(end|is_range\) return t|low < high|min\(row, N_q|side == 0|bits_before|"
                          r"\bbits\b|first_key\(\(t")
-DROPOUT = ("dropout.cuh", "drop.cuh", "drop_transposed.cuh")     # nor has one of these calls dropout
+# Nor has one of these calls dropout, or packed sequences.
+OTHER_CALLS = ("dropout.cuh", "drop.cuh", "drop_shared.cuh", "drop_transposed.cuh", "sequences.cuh")
 
 
 @dataclass(frozen=True)
@@ -164,7 +165,7 @@ class Source:
         text = self.text[self._lines[line - 1]:].split("\n", 1)[0]
         if FIXED.search(text) or self.file.name == "mask.cuh" and OTHER_RULES.search(text):
             return
-        if self.file.name in DROPOUT or "DROPOUT" in text:
+        if self.file.name in OTHER_CALLS or "DROPOUT" in text:
             return
         what = bound[0].rstrip("(")
         again = sum(m.line == line and m.change.startswith(f"{what} ") for m in self.mutants) // 2
