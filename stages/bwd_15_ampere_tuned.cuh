@@ -228,7 +228,7 @@ __global__ void __launch_bounds__(threads) backward_kernel(BwdParams p, Workspac
   });
   __syncwarp();                             // a warp reads the rows that it wrote, now 16 bytes at a time
   enter_outputs_of_K(p, first_j + work.tile);
-  const TensorOfParams out = makes_dV ? p.dV : p.dK;
+  TensorOfParams out = makes_dV ? p.dV : p.dK;
   const int col = lane % row_threads * 8, columns = makes_dV ? d_v : d;
   for (int row = first_key + lane / row_threads; row < first_key + warp_rows; row += 32 / row_threads) {
     if (j * Bc + row < p.N_k && col < columns)
