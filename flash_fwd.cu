@@ -7,8 +7,9 @@
 //
 // (ELEMENT is __half or __nv_bfloat16 for the stages in 16 bits. NEGATIVE_SCALE is 1 for a scale below 0.
 // MASK_FILE says which scores count: one of stages/masks, or your own. See stages/common/rule.cuh. Where a
-// call asks for it, there are also DROPOUT=1, SINK=1, and HEAD_DIM_V, the columns of V and O, if fewer; of K
-// and V that are a cache, KV_CACHE=1, and, if that is in pages, PAGE_SIZE.)
+// call asks for it, there are also DROPOUT=1, SINK=1, and HEAD_DIM_V, the columns of V and O, if fewer;
+// VARLEN=1 for packed sequences; and of K and V that are a cache, KV_CACHE=1, and, if that is in pages,
+// PAGE_SIZE.)
 // flash.py passes them, builds on first use and calls flash_fwd(). Nothing here needs PyTorch's headers: a
 // build takes a second.
 //
@@ -64,9 +65,10 @@
 //   stages/fwd_18_split_kv.cuh          decoding: query heads of a key head in one tile, which reads K and V
 //                                       once; keys split over blocks
 // A stage starts with lines for flash_ladder/registry.py: the stage that it grew from (after); at the end of
-// a branch, the architecture from which on calls take it (default); what it knows of dropout, sinks and d_v
-// (takes); tile sizes and conditions on them (tiles, limits); in bytes the shared memory of a block (shared)
-// and the HBM traffic of a call without a mask, if nothing is cached (hbm).
+// a branch, the architecture from which on calls take it (default), perhaps only some calls; what it knows
+// of dropout, sinks and the like (takes), and what it refuses that others take (refuses); tile sizes and
+// conditions on them (tiles, limits); into how many ranges it splits the keys (splits); in bytes the shared
+// memory of a block (shared) and the HBM traffic of a call without a mask, if nothing is cached (hbm).
 // It defines two functions:
 //   cudaError_t launch(const FwdParams&, cudaStream_t)
 //   size_t workspace_bytes(const FwdParams&)     scratch memory that it needs in HBM

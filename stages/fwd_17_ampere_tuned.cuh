@@ -31,8 +31,9 @@
 //
 // Changed from wide_warps: these. And it takes a sink, dropout (common/drop.cuh: eight elements of a lane
 // share four random words) and a V of d_v < d columns, as the fp32 stages do from flash2 on. K and V may be a
-// cache, of which each batch element has as many keys as seqlens_k says, and which may lie in pages. And it
-// takes packed sequences (common/sequences.cuh), with which up to 16 bytes a thread are spilled.
+// cache, of which each batch element has as many keys as seqlens_k says, and which may lie in pages: then up
+// to 44 bytes a thread are spilled. And it takes packed sequences, then up to 16 are. With what these need
+// (common/sequences.cuh) the step is larger than the ladder's limit; a call without them does not see it.
 //
 // HBM traffic without caches (hbm, above): as in flash2, with 2 bytes an element; L stays a float.
 //

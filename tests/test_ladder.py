@@ -21,7 +21,8 @@ KERNELS_OF_THEIR_OWN = {"fwd": 4, "bwd": 3}   # the first stages, which share li
 FILE, KERNEL = 300, 150                     # lines with comments; lines of code
 
 # Stages that break a limit, by direction and name: why. Two at most.
-EXCEPTIONS: dict[tuple[str, str], str] = {}
+EXCEPTIONS: dict[tuple[str, str], str] = {
+    ("fwd", "ampere_tuned"): "packed sequences, which no other forward stage takes: common/sequences.cuh"}
 
 
 def of(stage):

@@ -98,6 +98,20 @@ def test_many_sequences_and_views(device):
             check_gradients([unpacked(t) for t in found[rows].unbind(1)], q, k, v, do, 0)
 
 
+@pytest.mark.parametrize("device", DEVICES)
+def test_more_sequences_than_a_warp_sees_in_two_looks(device):
+    """One more than 32 * 33, so that the last one has a lane of its own."""
+    lengths = [(n * 5 + 1) % 3 for n in range(32 * 33 + 1)]
+    x = Packed([(n, n) for n in lengths], 1, 1, 64, device)
+    q, k, v = (t.detach() for t in x.leaves)
+    with poisoned():
+        o = flash.attention_varlen(q, k, v, x.starts[0])
+    sequence = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths)).to(device)
+    S = (q[:, 0].double() @ k[:, 0].double().mT) / 8
+    right = S.masked_fill(sequence[:, None] != sequence, -torch.inf).softmax(-1) @ v[:, 0].double()
+    assert (o[:, 0].double() - right).abs().max() < 0.02
+
+
 def test_a_document_mask_is_the_same():
     x = Packed([(50, 50), (1, 1), (77, 77)], 2, 1, 32, "cpu")
     o, lse, *gradients = x.call(causal=True)

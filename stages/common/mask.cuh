@@ -4,7 +4,6 @@
 #define STAGES_COMMON_MASK
 #include "dropout.cuh"
 #include "rule.cuh"
-#include "sequences.cuh"
 #include "tile_lists.cuh"
 #include MASK_FILE
 

@@ -1,5 +1,5 @@
-// Packed sequences of several lengths in one call. Introduced by: forward stage 4, flash2. Stages whose
-// header says `takes: varlen` take them; -DVARLEN=1 asks for them.
+// Packed sequences of several lengths in one call. Introduced by: forward stage 17, ampere_tuned. Stages
+// whose header says `takes: varlen` take them; -DVARLEN=1 asks for them.
 //
 // Q and O are (total_q, H, d), K and V (total_k, H_kv, d), L is (H, total_q): the rows of a sequence follow
 // those of the one before. Sequence b has the rows of Q from cu_seqlens_q[b] to cu_seqlens_q[b + 1] - 1. The
@@ -31,8 +31,7 @@ __device__ __forceinline__ int sequence_of(int tile, const int* cu_seqlens, int 
   int b = 0;
   for (int span = sequences; span > 0;) {
     const int step = (span + 31) / 32, n = b + threadIdx.x % 32 * step;
-    const bool inside = n < min(b + span, sequences);
-    const bool begun = inside && tiles_before(cu_seqlens, n, rows) <= tile;
+    const bool begun = n < sequences && tiles_before(cu_seqlens, n, rows) <= tile;
     b += (__popc(__ballot_sync(0xffffffff, begun)) - 1) * step;
     span = step > 1 ? step : 0;
   }
