@@ -1,0 +1,73 @@
+// Products of a warpgroup: 128 threads multiply, from shared memory, while they go on. Introduced by: forward
+// stage 20, wgmma. (PTX ISA, section "Asynchronous Warpgroup Level Matrix Instructions"; sm_90a.)
+//
+// D += A B with A of 64 x 16, B of 16 x n, n a multiple of 16 up to 256, elements of 16 bits, D in float:
+// float D[n / 8][4] a thread. Warp w of the warpgroup has rows 16 w to 16 w + 15 of D, laid out as an
+// accumulator of mma.sync (common/mma.cuh): the same for_each(), for_row(), to_A() hold.
+// B is in shared memory, A there or in registers (then as mma.sync's A: to_A() makes it).
+//
+// A product is asynchronous, as a copy by cp.async is:
+//
+//   wgmma_fence()       what was written to D and A in registers is there
+//   wgmma(D, A, B)      ... as many as one likes; those on the same D are in order
+//   wgmma_commit()      they are a group
+//   wgmma_wait<n>()     until all but the last n groups are done. Until then nobody touches D or A, and
+//                       nobody overwrites what A and B are in shared memory.
+//
+// All of a warpgroup's threads do each of these together. The compiler must know each register of D: indices
+// are constants, and no function that is not inlined comes between. Else ptxas says that it has serialised
+// the products (C7510 and its like), and they are synchronous.
+#pragma once
+#include "ptx.cuh"
+
+// Where a matrix lies in shared memory: a descriptor of 64 bits, for tiles as TMA brings them, with the
+// 128-byte swizzle (common/tma.cuh).
+//
+//   bits  0 - 13   address / 16
+//        16 - 29   LBO / 16, leading byte offset
+//        32 - 45   SBO / 16, stride byte offset
+//        49 - 51   0: the swizzle's pattern of 8 rows begins at a multiple of 1024 bytes
+//        62 - 63   1: 128-byte swizzle
+//
+// A pattern is 8 rows of 128 bytes. How far the next one is, the offsets say:
+//
+//   K-major: rows of the tile run along k (Q and K in Q K^T). SBO: to the next 8 rows, 1024. LBO: not used.
+//     The next 16 of k are 32 bytes further on in the same rows; after 64 of them comes the next panel.
+//   MN-major: rows of the tile are k (V in P V). SBO: to the next 8 of k, 1024. LBO: to the next 64 of n,
+//     which are in the next panel. The next 16 of k are 2048 bytes further on.
+__device__ __forceinline__ uint64_t matrix_descriptor(uint32_t address, int leading_bytes) {
+  return uint64_t(address >> 4) | uint64_t(leading_bytes >> 4) << 16 | uint64_t(1024 >> 4) << 32 |
+         uint64_t(1) << 62;
+}
+
+// Columns 16 k to 16 k + 15 of a tile of tile_rows rows, in panels of 64 columns: A, or B^T
+__device__ __forceinline__ uint64_t K_major(uint32_t tile, int k, int tile_rows) {
+  return matrix_descriptor(tile + k / 4 * 128 * tile_rows + k % 4 * 32, 16);
+}
+
+// Rows 16 k to 16 k + 15 of such a tile: B, or A^T
+__device__ __forceinline__ uint64_t MN_major(uint32_t tile, int k, int tile_rows) {
+  return matrix_descriptor(tile + k * 2048, 128 * tile_rows);
+}
+
+#ifdef __CUDACC__
+
+__device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+
+__device__ __forceinline__ void wgmma_commit() {
+  asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+}
+
+template <int groups_left> __device__ __forceinline__ void wgmma_wait() {
+  asm volatile("wgmma.wait_group.sync.aligned %0;" :: "n"(groups_left) : "memory");
+}
+
+// The type as the instruction's name has it
+template <class T> struct PtxType { static constexpr char name[] = "f16"; };
+template <> struct PtxType<__nv_bfloat16> { static constexpr char name[] = "bf16"; };
+
+#include "wgmma_widths.cuh"      // wgmma(D, A, B), for each n
+
+#else
+#include "sim/hopper.h"
+#endif
