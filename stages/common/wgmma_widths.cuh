@@ -1,6 +1,10 @@
 // wgmma for each width n: written by results/wgmma_widths.py, and all alike. Included by: wgmma.cuh, which
-// says what they do. Operands: D's registers, A (a descriptor, or four registers), B's descriptor, whether D counts
-// (else it is 0), which of A and B are MN-major, the type ("C": its text becomes part of the name).
+// says what they do. Operands: D's registers, A (a descriptor, or four registers), B's descriptor, whether D
+// counts (else it is 0), which of A and B are MN-major, the type ("C": its text becomes part of the name).
+
+// The type as the instruction's name has it
+template <class T> struct PtxType { static constexpr char name[] = "f16"; };
+template <> struct PtxType<__nv_bfloat16> { static constexpr char name[] = "bf16"; };
 
 template <bool A_mn_major = false, bool B_mn_major = false>
 __device__ __forceinline__ void wgmma(float (&D)[2][4], uint64_t A, uint64_t B,
