@@ -13,8 +13,9 @@ FILE = Path(__file__).parent.parent / "stages/common/wgmma_widths.cuh"
 WIDTHS = range(16, 257, 16)
 HEAD = """\
 // wgmma for each width n: written by results/wgmma_widths.py, and all alike. Included by: wgmma.cuh, which
-// says what they do. Operands: D's registers, A (a descriptor, or four registers), B's descriptor, whether D counts
-// (else it is 0), which of A and B are MN-major, the type ("C": its text becomes part of the name).
+// says what they do. Operands: D's registers, A (a descriptor, or four registers), B's descriptor, whether D
+// counts (else it is 0), which of A and B are MN-major, the type ("C": its text becomes part of the name).
+#ifdef __CUDACC__
 """
 
 
@@ -53,7 +54,8 @@ def function(n: int, A_in_registers: bool) -> str:
 
 def text() -> str:
     """The file."""
-    return HEAD + "".join("\n" + function(n, A_in_registers) for n in WIDTHS for A_in_registers in (False, True))
+    functions = (function(n, A_in_registers) for n in WIDTHS for A_in_registers in (False, True))
+    return HEAD + "".join("\n" + f for f in functions) + "\n#endif\n"
 
 
 if __name__ == "__main__":
