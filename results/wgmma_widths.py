@@ -15,6 +15,7 @@ HEAD = """\
 // wgmma for each width n: written by results/wgmma_widths.py, and all alike. Included by: wgmma.cuh, which
 // says what they do. Operands: D's registers, A (a descriptor, or four registers), B's descriptor, whether D
 // counts (else it is 0), which of A and B are MN-major, the type ("C": its text becomes part of the name).
+#ifdef __CUDACC__
 
 // The type as the instruction's name has it
 template <class T> struct PtxType { static constexpr char name[] = "f16"; };
@@ -58,7 +59,8 @@ def function(n: int, A_in_registers: bool) -> str:
 
 def text() -> str:
     """The file."""
-    return HEAD + "".join("\n" + function(n, in_registers) for n in WIDTHS for in_registers in (False, True))
+    functions = (function(n, in_registers) for n in WIDTHS for in_registers in (False, True))
+    return HEAD + "".join("\n" + f for f in functions) + "\n#endif\n"
 
 
 if __name__ == "__main__":

@@ -50,6 +50,4 @@ __device__ __forceinline__ uint64_t MN_major(uint32_t tile, int k, int tile_rows
   return matrix_descriptor(tile + k * 2048, 128 * tile_rows);
 }
 
-#ifdef __CUDACC__
 #include "wgmma_widths.cuh"      // wgmma(D, A, B), for each n
-#endif
