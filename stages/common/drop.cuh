@@ -34,3 +34,9 @@ __device__ __forceinline__ void drop(float (&P)[strips][n_tiles][4], const Mask&
     }
   }
 }
+
+// The same of one strip
+template <int n_tiles>
+__device__ __forceinline__ void drop(float (&P)[n_tiles][4], const Mask& mask, int row, int col) {
+  drop(reinterpret_cast<float (&)[1][n_tiles][4]>(P), mask, row, col);
+}
