@@ -2,8 +2,8 @@
 
     python results/wgmma_widths.py            # writes it
 
-Only the lists of registers differ. So they are written by this, and tests/test_wgmma.py fails when the file is
-not what this makes.
+Only the lists of registers differ. So they are written by this, and tests/test_wgmma.py fails when the file
+is not what this makes.
 """
 
 import textwrap
@@ -13,8 +13,9 @@ FILE = Path(__file__).parent.parent / "stages/common/wgmma_widths.cuh"
 WIDTHS = range(16, 257, 16)
 HEAD = """\
 // wgmma for each width n: written by results/wgmma_widths.py, and all alike. Included by: wgmma.cuh, which
-// says what they do. Operands: D's registers, A (a descriptor, or four registers), B's descriptor, whether D counts
-// (else it is 0), which of A and B are MN-major, the type ("C": its text becomes part of the name).
+// says what they do. Operands: D's registers, A (a descriptor, or four registers), B's descriptor, whether D
+// counts (else it is 0), which of A and B are MN-major, the type ("C": its text becomes part of the name).
+#ifdef __CUDACC__
 """
 
 
@@ -35,7 +36,7 @@ def function(n: int, A_in_registers: bool) -> str:
     D_operands = ", ".join(f'"+f"(D[{i // 4}][{i % 4}])' for i in range(registers))
     A_operands = ", ".join(f'"r"(A[{i}])' for i in range(4)) if A_in_registers else '"l"(A)'
     major_operands = '"n"(B_mn_major)' if A_in_registers else '"n"(A_mn_major), "n"(B_mn_major)'
-    template = "bool B_mn_major = false" if A_in_registers else "bool A_mn_major = false, bool B_mn_major = false"
+    template = ("" if A_in_registers else "bool A_mn_major = false, ") + "bool B_mn_major = false"
     A_type = "const uint32_t (&A)[4]" if A_in_registers else "uint64_t A"
     others = f'{A_operands}, "l"(B), "r"(int(accumulate)), {major_operands}, "C"(PtxType<ELEMENT>::name)'
     return (f"template <{template}>\n"
@@ -53,7 +54,8 @@ def function(n: int, A_in_registers: bool) -> str:
 
 def text() -> str:
     """The file."""
-    return HEAD + "".join("\n" + function(n, A_in_registers) for n in WIDTHS for A_in_registers in (False, True))
+    functions = (function(n, A_in_registers) for n in WIDTHS for A_in_registers in (False, True))
+    return HEAD + "".join("\n" + f for f in functions) + "\n#endif\n"
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 // wgmma for each width n: written by results/wgmma_widths.py, and all alike. Included by: wgmma.cuh, which
-// says what they do. Operands: D's registers, A (a descriptor, or four registers), B's descriptor, whether D counts
-// (else it is 0), which of A and B are MN-major, the type ("C": its text becomes part of the name).
+// says what they do. Operands: D's registers, A (a descriptor, or four registers), B's descriptor, whether D
+// counts (else it is 0), which of A and B are MN-major, the type ("C": its text becomes part of the name).
+#ifdef __CUDACC__
 
 template <bool A_mn_major = false, bool B_mn_major = false>
 __device__ __forceinline__ void wgmma(float (&D)[2][4], uint64_t A, uint64_t B,
@@ -861,3 +862,5 @@ __device__ __forceinline__ void wgmma(float (&D)[32][4], const uint32_t (&A)[4],
                : "r"(A[0]), "r"(A[1]), "r"(A[2]), "r"(A[3]), "l"(B), "r"(int(accumulate)), "n"(B_mn_major),
                "C"(PtxType<ELEMENT>::name));
 }
+
+#endif

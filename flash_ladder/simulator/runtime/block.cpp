@@ -46,8 +46,12 @@ static void give_way() {
   Worker& w = *worker;
   if (interrupted()) fail(why_interrupted());
   Fiber* self = w.current;
-  if (w.copies_land == CopiesLand::RANDOM) land_some_copies(w, *self);
+  if (w.copies_land == CopiesLand::RANDOM) {
+    land_some_copies(w, *self);
+    if (w.engines) land_some_bulk_copies(w), multiply_some(w);
+  }
   Fiber* next = take_ready(w);
+  while (!next && land_next_load(w)) next = take_ready(w);
   if (next == self) return;
   if (next) resume(w, next, &self->stack_pointer);
   else return_to_scheduler(w);
@@ -63,7 +67,7 @@ void wait_until_woken(State state, const char* waits_for, Site site) {
 
 void wake(Fiber* fiber, bool next) {
   fiber->state = State::READY;
-  worker->vain_yields = 0;
+  worker->vain_yields = worker->vain_tests = 0;
   if (next) worker->ready.push_front(fiber);
   else worker->ready.push_back(fiber);
 }
@@ -77,7 +81,7 @@ extern "C" void sim_check_interrupt() {
 extern "C" void sim_yield() {
   Worker& w = *worker;
   w.ready.push_back(w.current);
-  if (++w.vain_yields <= w.ready.size()) return give_way();
+  if (++w.vain_yields <= w.ready.size() || land_next_load(w)) return give_way();
   if (interrupted()) fail(why_interrupted());
   w.set_aside = true;
   return_to_scheduler(w);
@@ -134,6 +138,9 @@ static std::string deadlock_report(Worker& w) {
       if (f.state == State::AT_BARRIER)
         state += " (" + std::to_string(w.barrier.waiting.size()) + " of " + std::to_string(w.alive) +
                  " threads are there)";
+      if (f.state == State::AT_MBARRIER) state += describe_mbarrier(w, f);
+      if (f.state == State::AT_NAMED_BARRIER || f.state == State::AT_WARPGROUP_OPERATION)
+        state += describe_meeting(w, f);
     }
     if (threads_by_state[state].empty()) w.error_sites.emplace_back(f.thread_index, f.site);
     threads_by_state[state].push_back(f.number);
@@ -172,6 +179,7 @@ void begin_block(Worker& w, size_t number) {
                    unsigned(number / grid.x / grid.y)};
   clear_shared_memory(w);
   w.barrier = {};
+  w.engines.reset();
   w.warps.assign(w.warps.size(), {});
   w.ready.clear();
   w.random = w.seed ? w.seed ^ (number + 1) * 0xBF58476D1CE4E5B9ull : 0;
@@ -183,7 +191,7 @@ void begin_block(Worker& w, size_t number) {
     f.state = State::READY;
     f.site = {};
     f.copies.clear();
-    f.copy_groups = 0;
+    f.copy_groups = f.bulk_groups = 0;
     f.stack_pointer = fresh_stack(f.stack + STACK_BYTES);
     w.ready.push_back(&f);
   }
@@ -195,7 +203,7 @@ bool continue_block(Worker& w) {
   blockDim = w.launch->block;
   gridDim = w.launch->grid;
   w.set_aside = false;
-  w.vain_yields = 0;
+  w.vain_yields = w.vain_tests = 0;
   while (Fiber* fiber = w.error.empty() && !w.set_aside ? take_ready(w) : nullptr)
     resume(w, fiber, &w.scheduler_stack_pointer);
   w.current = nullptr;
@@ -204,6 +212,7 @@ bool continue_block(Worker& w) {
     return false;
   }
   if (w.error.empty() && w.alive) w.error = deadlock_report(w);
+  if (w.error.empty()) finish_bulk_copies(w);
   if (w.launch->checked) end_checked_block(w);
   return true;
 }

@@ -34,6 +34,11 @@ static void set_error(cudaError_t error, const std::string& text) {
   reported = true;
 }
 
+void explain_error(const std::string& text) {
+  report = text;
+  reported = true;
+}
+
 // -------------------------------------------------------------------------------- workers
 static char* map_memory(size_t bytes) {
   void* p = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
@@ -58,6 +63,7 @@ static void unmap_stacks(Worker& w) {
 
 static void give_back(Worker* w) {       // the mutex is held
   w->shadow.reset();
+  w->engines.reset();
   size_t stacks = w->stack_count;
   for (const Worker* idle : idle_workers) stacks += idle->stack_count;
   if (stacks > MOST_IDLE_STACKS) unmap_stacks(*w);

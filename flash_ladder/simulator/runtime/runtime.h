@@ -8,6 +8,7 @@
 //   copy.cpp       asynchronous copies to shared memory (cp.async)
 //   shared.cpp     shared memory
 //   atomic.cpp     atomics
+//   engines.h      Hopper's copy engine and asynchronous products, mbarriers, named barriers
 //   launch.cpp     a kernel launch: the grid's blocks over the CPU's cores; errors
 //   signals.cpp    faults, Ctrl-C and the time limit, with guard.h;
 //   guard.cpp      a stage's host code
@@ -42,9 +43,13 @@ constexpr int WARP_SIZE = 32;
 
 struct Past;               // checker.h
 struct Memory;
+struct Engines;            // engines.h
 using Pasts = std::map<uint32_t, std::shared_ptr<const Past>>;   // by block
 
-enum class State { READY, AT_BARRIER, AT_WARP_OPERATION, RETURNED };
+enum class State {
+  READY, AT_BARRIER, AT_WARP_OPERATION, RETURNED,
+  AT_MBARRIER, AT_NAMED_BARRIER, AT_WARPGROUP_OPERATION, AT_REGISTERS      // engines.h
+};
 
 enum class CopiesLand { LATE, EARLY, RANDOM };
 
@@ -68,6 +73,9 @@ struct Fiber {             // one CUDA thread
   Site site;               // where it waits
   std::vector<Copy> copies;       // that nobody has waited for, in the order of their start
   int copy_groups = 0;            // committed
+  int bulk_groups = 0;            // the same, of stores by the copy engine
+  const void* waits_at = nullptr; // an Mbarrier, for a phase of this parity; or a NamedBarrier
+  int parity = 0;
 
   // For the checker: its time, that of its last access, what it knows of the others, and what its fences and
   // atomics have passed on
@@ -125,6 +133,7 @@ struct Worker {            // a block that runs, and what it runs on
   int alive = 0;                  // threads that have not returned
   void* scheduler_stack_pointer = nullptr;
   size_t vain_yields = 0;         // since one of its threads has done something else
+  size_t vain_tests = 0;          // of mbarriers, likewise
   bool set_aside = false;         // all of them wait for another block, as it seems
 
   char* shared = nullptr;         // the block's shared memory
@@ -133,6 +142,8 @@ struct Worker {            // a block that runs, and what it runs on
   std::vector<SharedArray> arrays;
   std::shared_ptr<Memory> shadow; // for the checker: of the shared memory, and what tells blocks apart in it
   uint32_t epoch = 0;
+
+  std::shared_ptr<Engines> engines;   // null: the block has not used any
 
   char* stacks = nullptr;
   size_t stack_count = 0;
@@ -188,5 +199,18 @@ void land_some_copies(Worker& w, Fiber& f);
 
 // shared.cpp
 void clear_shared_memory(Worker& w);
+
+// tma.cpp, mbarrier.cpp, warpgroup.cpp
+bool land_next_load(Worker& w);
+void land_some_bulk_copies(Worker& w);
+void finish_bulk_copies(Worker& w);
+std::string describe_mbarrier(const Worker& w, const Fiber& waits);
+std::string describe_meeting(const Worker& w, const Fiber& waits);
+
+// wgmma.cpp
+void multiply_some(Worker& w);
+
+// launch.cpp: why a call on the host will return an error
+void explain_error(const std::string& text);
 
 }  // namespace sim

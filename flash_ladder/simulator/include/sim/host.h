@@ -10,12 +10,19 @@ enum cudaError_t {
   cudaSuccess = 0,
   cudaErrorInvalidValue = 1,
   cudaErrorInvalidConfiguration = 9,
-  cudaErrorLaunchFailure = 719
+  cudaErrorSymbolNotFound = 500,
+  cudaErrorLaunchFailure = 719,
+  cudaErrorNotSupported = 801
 };
 enum cudaFuncAttribute {
   cudaFuncAttributeMaxDynamicSharedMemorySize = 8,
   cudaFuncAttributePreferredSharedMemoryCarveout = 9
 };
+enum cudaDriverEntryPointQueryResult {
+  cudaDriverEntryPointSuccess = 0,
+  cudaDriverEntryPointSymbolNotFound = 1
+};
+constexpr unsigned long long cudaEnableDefault = 0;
 using cudaStream_t = struct CUstream_st*;
 
 // Names of our own behind CUDA's: in a process where PyTorch has loaded NVIDIA's library, the linker would
@@ -26,6 +33,7 @@ cudaError_t sim_set_attribute(const void* kernel, cudaFuncAttribute attribute, i
 cudaError_t sim_take_error();
 cudaError_t sim_peek_error();
 const char* sim_error_text(cudaError_t error);
+cudaError_t sim_driver_function(const char* name, void** function);
 }
 }  // namespace sim
 
@@ -35,6 +43,14 @@ cudaError_t cudaFuncSetAttribute(void (*kernel)(P...), cudaFuncAttribute attribu
 }
 inline cudaError_t cudaGetLastError() { return sim::sim_take_error(); }
 inline cudaError_t cudaPeekAtLastError() { return sim::sim_peek_error(); }
+inline cudaError_t cudaGetDriverEntryPointByVersion(const char* name, void** function, unsigned,
+                                                    unsigned long long,
+                                                    cudaDriverEntryPointQueryResult* result = nullptr) {
+  const cudaError_t error = sim::sim_driver_function(name, function);
+  if (result)
+    *result = error == cudaSuccess ? cudaDriverEntryPointSuccess : cudaDriverEntryPointSymbolNotFound;
+  return error;
+}
 inline const char* cudaGetErrorString(cudaError_t error) {   // the whole report
   return sim::sim_error_text(error);
 }

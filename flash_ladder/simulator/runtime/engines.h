@@ -1,0 +1,102 @@
+// What works beside a block's threads on Hopper, and how they wait for it:
+//
+//   mbarrier.cpp    barriers in shared memory that count threads and bytes
+//   tma.cpp         the copy engine, tensor_map.cpp: the maps that tell it of tensors
+//   wgmma.cpp       products of a warpgroup
+//   warpgroup.cpp   four warps together; setmaxnreg, named barriers
+//
+// A copy by the engine is made, late, when no thread of its block can go on, and a product at the wait for
+// it; early, both where they start; at random, any time between (FLASH_SIM_COPIES, as for cp.async).
+#pragma once
+#include "../include/sim/hopper.h"
+#include "runtime.h"
+
+namespace sim {
+
+constexpr int WARPGROUP_SIZE = 128;
+constexpr int NAMED_BARRIERS = 16;
+
+struct Mbarrier {
+  size_t offset = 0;              // in shared memory
+  int arrivals = 0;               // that a phase takes
+  int missing = 0;                // of them, in the phase under way
+  int64_t bytes = 0;              // that are announced and have not come; negative: more have come
+  uint32_t phase = 0;             // under way; its parity is the last bit
+  Site site;                      // of its initialisation
+  std::vector<Fiber*> waiting;
+};
+
+// What cuTensorMapEncodeTiled makes of its arguments. (NVIDIA's layout is not documented.)
+struct TensorMap {
+  uint64_t magic;
+  char* address;
+  uint64_t sizes[5], strides[4];  // innermost first; strides in bytes, of all but the innermost
+  uint16_t box[5];
+  uint8_t rank, element_bytes, swizzle;   // swizzle: bytes; 0: none
+};
+static_assert(sizeof(TensorMap) <= sizeof(CUtensorMap), "it must fit into the user's");
+const TensorMap* tensor_map(const CUtensorMap* map);   // null: no such thing has been made there
+
+enum class Bulk { LOAD, STORE, ADD };
+
+struct BulkCopy {                 // by the copy engine
+  Bulk kind;
+  char* shared;
+  TensorMap map;                  // LOAD, STORE
+  int64_t corner[5];              // of the box
+  char* global;                   // ADD: so many bytes from here on
+  size_t bytes;                   // of shared memory
+  Mbarrier* mbarrier;             // LOAD: where its bytes count
+  uint32_t phase;                 // in which it has started
+  Fiber* fiber;                   // that has started it
+  int group;                      // STORE, ADD: of this thread
+  Site site;
+  const void* pc;
+  bool done;                      // LOAD: all of it; STORE, ADD: shared memory has been read
+  std::vector<char> buffer;       // what has been read there, and is not written yet
+};
+
+struct Wgmma {                    // D += A B under way
+  WgmmaShape shape;
+  bool A_in_registers;
+  uint64_t A, B;                  // descriptors
+  float* D[WARPGROUP_SIZE];       // of each thread
+  uint32_t A_registers[WARPGROUP_SIZE][4];
+  int group;
+  Site site;
+  const void* pc;
+  bool done;
+};
+
+struct Warpgroup {
+  const char* name = "";          // of what its threads are about to do together
+  Site site;
+  int arrived = 0;
+  void* operands[WARPGROUP_SIZE] = {};
+  std::deque<Wgmma> products;     // that nobody has waited for
+  int groups = 0;                 // of them, committed
+  int registers = 0;              // of a thread; 0: as at the start
+  int wanted = 0;                 // setmaxnreg_inc() waits for so many
+};
+
+struct NamedBarrier {
+  int threads = 0, arrived = 0;
+  std::vector<Fiber*> waiting;
+};
+
+struct Engines {                  // of one block
+  std::map<size_t, Mbarrier> mbarriers;             // by their offset
+  std::deque<BulkCopy> copies;                      // under way, in the order of their start
+  std::vector<Warpgroup> warpgroups;
+  NamedBarrier named_barriers[NAMED_BARRIERS];
+};
+Engines& engines_of(Worker& w);   // from their first use in a block on
+
+// mbarrier.cpp
+Mbarrier& mbarrier_at(const uint64_t* barrier, const char* name, Site site);
+void bytes_have_come(Mbarrier& m, size_t bytes);
+
+// warpgroup.cpp: act runs once, when all 128 threads have come
+void warpgroup_together(const char* name, void* operands, Site site, void (*act)(Worker&, Warpgroup&));
+
+}  // namespace sim
