@@ -18,6 +18,7 @@ enum cudaFuncAttribute {
   cudaFuncAttributeMaxDynamicSharedMemorySize = 8,
   cudaFuncAttributePreferredSharedMemoryCarveout = 9
 };
+enum cudaDeviceAttr { cudaDevAttrMultiProcessorCount = 16 };
 enum cudaDriverEntryPointQueryResult {
   cudaDriverEntryPointSuccess = 0,
   cudaDriverEntryPointSymbolNotFound = 1
@@ -34,6 +35,7 @@ cudaError_t sim_take_error();
 cudaError_t sim_peek_error();
 const char* sim_error_text(cudaError_t error);
 cudaError_t sim_driver_function(const char* name, void** function);
+int sim_multiprocessors();
 }
 }  // namespace sim
 
@@ -43,6 +45,14 @@ cudaError_t cudaFuncSetAttribute(void (*kernel)(P...), cudaFuncAttribute attribu
 }
 inline cudaError_t cudaGetLastError() { return sim::sim_take_error(); }
 inline cudaError_t cudaPeekAtLastError() { return sim::sim_peek_error(); }
+inline cudaError_t cudaGetDevice(int* device) {
+  *device = 0;
+  return cudaSuccess;
+}
+inline cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr, int) {
+  *value = sim::sim_multiprocessors();
+  return cudaSuccess;
+}
 inline cudaError_t cudaGetDriverEntryPointByVersion(const char* name, void** function, unsigned,
                                                     unsigned long long,
                                                     cudaDriverEntryPointQueryResult* result = nullptr) {
