@@ -36,6 +36,14 @@ if TYPE_CHECKING:
     from ..tiles import Tiles
 
 WAIT = " (cp_async_commit, later cp_async_wait)"
+ENGINES = {  # what has to be waited for, and how
+    "tma write": "the copy may still be under way: whoever uses it must wait first for the mbarrier at which its "
+                 "bytes count",
+    "tma read": "the store may still be under way: the thread that stores must wait for it first "
+                "(bulk_commit, later bulk_wait_read)",
+    "wgmma": "the product may still be under way: its warpgroup must wait for it first (wgmma_commit, later "
+             "wgmma_wait)",
+}
 
 
 def _message(f: dict, element: str, parties: tuple[Party, ...]) -> str:
@@ -57,12 +65,14 @@ def _message(f: dict, element: str, parties: tuple[Party, ...]) -> str:
                 "a __syncthreads() is for all threads of the block that have not returned")
     *others, p = parties
     verb = {"read": "reads", "write": "writes", "atomic": "updates", "copy": "copies to",
-            "source": "copies from"}
+            "source": "copies from", "tma write": "copies to", "tma read": "stores from", "wgmma": "multiplies"}
     if f["what"] == "race":
         q = others[0]
         if p.block != q.block:
             remedy = ("blocks run in any order: give each its own elements, use atomics (with "
                       "__threadfence() where one orders other accesses), or make it two kernels")
+        elif q.kind in ENGINES:
+            remedy = ENGINES[q.kind] + ("" if p.thread == q.thread else ", and hand that on to the other one")
         elif q.kind in ("copy", "source") and p.thread == q.thread:
             remedy = "the copy may still be under way: the thread must wait for it first" + WAIT
         elif q.kind in ("copy", "source"):
@@ -76,6 +86,24 @@ def _message(f: dict, element: str, parties: tuple[Party, ...]) -> str:
                 remedy += ", in a loop between its rounds; or use atomics"
         return (f"race in {kernel} on {element}: {q} {verb[q.kind]} it at {sites[0]}, "
                 f"{p} {verb[p.kind]} it at {sites[1]}, and nothing orders the two; {remedy}")
+    if f["what"] == "copy" and p.kind in ENGINES:
+        return (f"copy in {kernel}: the kernel ends, and the copy {'to' if p.kind == 'tma write' else 'from'} "
+                f"{element} that {p} has started at {sites[0]} may still be under way; {ENGINES[p.kind]}")
+    if f["what"] == "wgmma":
+        return (f"wgmma in {kernel}: the kernel ends, and the product of {p}'s warpgroup at {sites[0]} may still "
+                "be under way; it must wait for it first (wgmma_commit, later wgmma_wait)")
+    if f["what"] == "accumulator":
+        return (f"accumulator in {kernel}: {p} {verb[p.kind]} registers at {sites[1]} that the product at "
+                f"{sites[0]} may still add to; its warpgroup must wait for it first (wgmma_commit, later "
+                "wgmma_wait)")
+    if f["what"] == "register fence":
+        return (f"register fence in {kernel}: {p} gives wgmma registers at {sites[0]} that it has used since "
+                "its last wgmma_fence(); one must come between")
+    if f["what"] == "proxy fence":
+        q = others[0]
+        return (f"proxy fence in {kernel} on {element}: {q} {verb[q.kind]} it at {sites[0]}, {p} {verb[p.kind]} "
+                f"it at {sites[1]}, by an engine that may not see that yet; who writes it must follow up with "
+                "fence_proxy_async(), before the barrier")
     if f["what"] == "copy":
         return (f"copy in {kernel}: {p} ends while its copy to {element} may still be under way, started "
                 f"at {sites[0]}; it must wait for it first{WAIT}")

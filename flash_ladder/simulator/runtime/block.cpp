@@ -192,6 +192,8 @@ void begin_block(Worker& w, size_t number) {
     f.site = {};
     f.copies.clear();
     f.copy_groups = f.bulk_groups = 0;
+    f.registers.clear();
+    f.has_fenced_registers = false;
     f.stack_pointer = fresh_stack(f.stack + STACK_BYTES);
     w.ready.push_back(&f);
   }

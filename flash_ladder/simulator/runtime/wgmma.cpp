@@ -61,6 +61,11 @@ template <class F> static void each_chunk(uint64_t d, bool mn_major, int first, 
     for (int k = 0; k < K; k += mn_major ? 1 : CHUNK) f(descriptor.chunk(mn_major, mn, k), mn, k);
 }
 
+void each_operand_chunk(uint64_t descriptor, bool mn_major, int first, int rows,
+                        const std::function<void(size_t)>& f) {
+  each_chunk(descriptor, mn_major, first, rows, [&](size_t offset, int, int) { f(offset); });
+}
+
 static void check_chunks(uint64_t d, bool mn_major, int rows, const char* operand, Site site) {
   check_descriptor(d, operand, site);
   const size_t end = worker->launch->checked ? ARENA_BYTES : SHARED_MEMORY_PER_BLOCK;
@@ -195,6 +200,11 @@ static void start_product(Worker& w, Warpgroup& g) {
   }
   if (!p.A_in_registers) check_chunks(p.A, p.shape.A_mn_major, M, "A", p.site);
   check_chunks(p.B, p.shape.B_mn_major, p.shape.n, "B", p.site);
+  if (w.launch->checked) {
+    const uint32_t* A_registers[WARPGROUP_SIZE];
+    for (int i = 0; i < WARPGROUP_SIZE; i++) A_registers[i] = all[i]->A_registers;
+    product_started(w, g, p, A_registers);
+  }
   if (w.copies_land == CopiesLand::EARLY) do_products(w, g, 1);
   if (w.copies_land == CopiesLand::RANDOM) multiply_some_of(w, g);
 }
@@ -206,6 +216,7 @@ extern "C" void sim_wgmma(const WgmmaShape* shape, float* D, const uint32_t* A_r
 }
 
 extern "C" void sim_wgmma_fence(const char* file, int line) {
+  if (worker->launch->checked) fence_registers(*worker->current);
   warpgroup_together("wgmma_fence()", nullptr, {file, line}, nullptr);
 }
 
@@ -225,6 +236,7 @@ extern "C" void sim_wgmma_wait(int groups_left, const char* file, int line) {
       }
     do_products(w, g, to_do);
     g.products.erase(g.products.begin(), g.products.begin() + ptrdiff_t(waited_for));
+    if (w.launch->checked) products_waited_for(w, g, g.groups - left);
   });
 }
 
