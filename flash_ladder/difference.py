@@ -21,7 +21,8 @@ from .stage import DIRECTIONS, Stage
 # The comments around what an exercise asks for: the first has a title, the second has none
 SECTION = re.compile(r"\s*// ---(?: (\S.*))?$")
 CONTEXT = 3  # unchanged lines around a change
-INSTRUCTIONS = "ptx.cuh"  # thin functions around single instructions: they count for nobody
+# Thin functions around single instructions: they count for nobody
+INSTRUCTIONS = ("ptx.cuh", "hopper.cuh", "wgmma_widths.cuh")
 # What every stage has of the file that includes it. That file includes mask.cuh, too, for the lists of tiles:
 # it counts for the first stage that asks a mask.
 TENSORS = ROOT / "stages" / "common" / "tensor.cuh"
@@ -217,7 +218,7 @@ def introduced(stage: Stage) -> list[Path]:
         if earlier.path == stage.path:
             break
         known.update(_included(earlier))
-    return [file for file in _included(stage) if file not in known and file.name != INSTRUCTIONS]
+    return [file for file in _included(stage) if file not in known and file.name not in INSTRUCTIONS]
 
 
 def _included(stage: Stage) -> list[Path]:

@@ -16,6 +16,10 @@ HEAD = """\
 // says what they do. Operands: D's registers, A (a descriptor, or four registers), B's descriptor, whether D
 // counts (else it is 0), which of A and B are MN-major, the type ("C": its text becomes part of the name).
 #ifdef __CUDACC__
+
+// The type as the instruction's name has it
+template <class T> struct PtxType { static constexpr char name[] = "f16"; };
+template <> struct PtxType<__nv_bfloat16> { static constexpr char name[] = "bf16"; };
 """
 
 
@@ -35,8 +39,9 @@ def function(n: int, A_in_registers: bool) -> str:
     quoted = "\n".join(f'{" " * 15}"{line} "' for line in textwrap.wrap(f"{{{D_text}}},", 90))
     D_operands = ", ".join(f'"+f"(D[{i // 4}][{i % 4}])' for i in range(registers))
     A_operands = ", ".join(f'"r"(A[{i}])' for i in range(4)) if A_in_registers else '"l"(A)'
-    major_operands = '"n"(B_mn_major)' if A_in_registers else '"n"(A_mn_major), "n"(B_mn_major)'
-    template = ("" if A_in_registers else "bool A_mn_major = false, ") + "bool B_mn_major = false"
+    majors_of = ["B"] if A_in_registers else ["A", "B"]
+    template = ", ".join(f"bool {x}_mn_major = false" for x in majors_of)
+    major_operands = ", ".join(f'"n"({x}_mn_major)' for x in majors_of)
     A_type = "const uint32_t (&A)[4]" if A_in_registers else "uint64_t A"
     others = f'{A_operands}, "l"(B), "r"(int(accumulate)), {major_operands}, "C"(PtxType<ELEMENT>::name)'
     return (f"template <{template}>\n"
@@ -54,7 +59,7 @@ def function(n: int, A_in_registers: bool) -> str:
 
 def text() -> str:
     """The file."""
-    functions = (function(n, A_in_registers) for n in WIDTHS for A_in_registers in (False, True))
+    functions = (function(n, in_registers) for n in WIDTHS for in_registers in (False, True))
     return HEAD + "".join("\n" + f for f in functions) + "\n#endif\n"
 
 

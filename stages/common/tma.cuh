@@ -14,9 +14,8 @@
 // makes it from address bits: 4 to 6 by 7 to 9. So boxes must start at multiples of 1024 bytes.) A tile of d
 // columns takes ceil(d / 64) boxes, one after the other: panels.
 #pragma once
-#include "mbarrier.cuh"
+#include "hopper.cuh"
 #include "tensor.cuh"
-#include <cuda.h>
 
 constexpr int panel = 64;                  // columns of a box
 constexpr int panels = (HEAD_DIM + panel - 1) / panel;
@@ -46,57 +45,6 @@ inline cudaError_t make_tensor_map(CUtensorMap& map, const Tensor& x, int B, int
                                  CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   return result == CUDA_SUCCESS ? cudaSuccess : cudaErrorInvalidValue;
 }
-
-#ifdef __CUDACC__
-
-// Ask for a box. It comes at any time; then its bytes (all of the box, zeros too) count at the barrier.
-__device__ __forceinline__ void tma_load(void* to, const CUtensorMap& map, uint64_t* barrier, int col,
-                                         int row, int head, int batch) {
-  asm volatile("cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes "
-               "[%0], [%1, {%3, %4, %5, %6}], [%2];"
-               :: "r"(shared_address(to)), "l"(&map), "r"(shared_address(barrier)), "r"(col), "r"(row),
-                  "r"(head), "r"(batch) : "memory");
-}
-
-// Store a box. The copy reads shared memory until this thread has waited for it: bulk_commit(), bulk_wait().
-__device__ __forceinline__ void tma_store(const CUtensorMap& map, const void* from, int col, int row,
-                                          int head, int batch) {
-  asm volatile("cp.async.bulk.tensor.4d.global.shared::cta.tile.bulk_group [%0, {%2, %3, %4, %5}], [%1];"
-               :: "l"(&map), "r"(shared_address(from)), "r"(col), "r"(row), "r"(head), "r"(batch) : "memory");
-}
-
-// Add so many bytes of floats, a multiple of 16, to those in global memory: copies of the same kind.
-__device__ __forceinline__ void bulk_add(float* to, const void* from, int bytes) {
-  asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;"
-               :: "l"(to), "r"(shared_address(from)), "r"(bytes) : "memory");
-}
-
-// The stores that this thread has started since the last commit are now a group.
-__device__ __forceinline__ void bulk_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
-
-// Wait until all of this thread's groups but the last `groups_left` are done: written, or, with _read, read.
-template <int groups_left> __device__ __forceinline__ void bulk_wait() {
-  asm volatile("cp.async.bulk.wait_group %0;" :: "n"(groups_left) : "memory");
-}
-
-template <int groups_left> __device__ __forceinline__ void bulk_wait_read() {
-  asm volatile("cp.async.bulk.wait_group.read %0;" :: "n"(groups_left) : "memory");
-}
-
-// Fetch the map into its cache, before the first copy needs it.
-__device__ __forceinline__ void prefetch_map(const CUtensorMap& map) {
-  asm volatile("prefetch.tensormap [%0];" :: "l"(&map) : "memory");
-}
-
-// The copy engine and wgmma reach shared memory on another path than loads and stores. What this thread has
-// written is seen there after this fence (and what others have: after theirs and a barrier).
-__device__ __forceinline__ void fence_proxy_async() {
-  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
-}
-
-#else
-#include "sim/hopper.h"
-#endif
 
 // Ask for a whole tile: rows [row, row + tile_rows) of a head, columns from 0 on. By one thread, which has
 // told the barrier of sizeof(ELEMENT) * tile_rows * panel * panels bytes.

@@ -18,7 +18,7 @@
 // are constants, and no function that is not inlined comes between. Else ptxas says that it has serialised
 // the products (C7510 and its like), and they are synchronous.
 #pragma once
-#include "ptx.cuh"
+#include "hopper.cuh"
 
 // Where a matrix lies in shared memory: a descriptor of 64 bits, for tiles as TMA brings them, with the
 // 128-byte swizzle (common/tma.cuh).
@@ -50,24 +50,4 @@ __device__ __forceinline__ uint64_t MN_major(uint32_t tile, int k, int tile_rows
   return matrix_descriptor(tile + k * 2048, 128 * tile_rows);
 }
 
-#ifdef __CUDACC__
-
-__device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
-
-__device__ __forceinline__ void wgmma_commit() {
-  asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
-}
-
-template <int groups_left> __device__ __forceinline__ void wgmma_wait() {
-  asm volatile("wgmma.wait_group.sync.aligned %0;" :: "n"(groups_left) : "memory");
-}
-
-// The type as the instruction's name has it
-template <class T> struct PtxType { static constexpr char name[] = "f16"; };
-template <> struct PtxType<__nv_bfloat16> { static constexpr char name[] = "bf16"; };
-
 #include "wgmma_widths.cuh"      // wgmma(D, A, B), for each n
-
-#else
-#include "sim/hopper.h"
-#endif

@@ -3,6 +3,10 @@
 // counts (else it is 0), which of A and B are MN-major, the type ("C": its text becomes part of the name).
 #ifdef __CUDACC__
 
+// The type as the instruction's name has it
+template <class T> struct PtxType { static constexpr char name[] = "f16"; };
+template <> struct PtxType<__nv_bfloat16> { static constexpr char name[] = "bf16"; };
+
 template <bool A_mn_major = false, bool B_mn_major = false>
 __device__ __forceinline__ void wgmma(float (&D)[2][4], uint64_t A, uint64_t B,
                                       bool accumulate = true) {

@@ -4,7 +4,6 @@
 #include <stdint.h>
 
 #include "../../stages/common/tma.cuh"
-#include "../../stages/common/warpgroup.cuh"
 #include "../../stages/common/wgmma.cuh"
 
 static const char* result() {

@@ -254,12 +254,6 @@ extern "C" cudaError_t sim_set_attribute(const void* kernel, cudaFuncAttribute a
   return cudaSuccess;
 }
 
-// As on an H100; fewer show what a persistent kernel does when it has several tiles a block.
-extern "C" int sim_multiprocessors() {
-  const char* set = getenv("FLASH_SIM_MULTIPROCESSORS");
-  return set && *set ? std::max(1, atoi(set)) : 132;
-}
-
 // In a kernel it ends the launch. On the host the code after it goes on, but no later kernel is launched.
 extern "C" void sim_assert_failed(const char* condition, const char* file, int line) {
   const std::string message = std::string("assertion failed: ") + condition;
