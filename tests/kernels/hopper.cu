@@ -64,7 +64,8 @@ extern "C" const char* run_load_box(void* x, int four_bytes, const int* sizes, c
                                     int bytes, int offset, uint32_t* out) {
   CUtensorMap map;
   const auto type = four_bytes ? CU_TENSOR_MAP_DATA_TYPE_FLOAT32 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16;
-  if (any_map(map, x, type, sizes, strides, box, swizzle) != CUDA_SUCCESS) return "no map";
+  if (any_map(map, x, type, sizes, strides, box, swizzle) != CUDA_SUCCESS)
+    return cudaGetErrorString(cudaErrorInvalidValue);
   allow(load_box, 100000);
   load_box<<<1, 64, bytes + offset>>>(map, Corner{col, row, head, batch}, bytes, offset, out);
   return result();
@@ -89,7 +90,8 @@ extern "C" const char* run_store_box(void* out, int four_bytes, const int* sizes
                                      int bytes, const uint32_t* x, int right) {
   CUtensorMap map;
   const auto type = four_bytes ? CU_TENSOR_MAP_DATA_TYPE_FLOAT32 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16;
-  if (any_map(map, out, type, sizes, strides, box, swizzle) != CUDA_SUCCESS) return "no map";
+  if (any_map(map, out, type, sizes, strides, box, swizzle) != CUDA_SUCCESS)
+    return cudaGetErrorString(cudaErrorInvalidValue);
   const Corner corner{col, row, head, batch};
   if (right) store_box<true><<<1, 64, bytes>>>(map, corner, bytes, x);
   else store_box<false><<<1, 64, bytes>>>(map, corner, bytes, x);

@@ -36,7 +36,9 @@ static void add_time(Past& to, const Past& from) {
   if (!from.fenced.empty()) add_time(to.fenced, from.fenced);
 }
 
-static uint32_t time_of(const std::vector<uint32_t>& times, size_t i) { return i < times.size() ? times[i] : 0; }
+static uint32_t time_of(const std::vector<uint32_t>& times, size_t i) {
+  return i < times.size() ? times[i] : 0;
+}
 
 // Up to when the work of all is known. Threads that have ended do no more of it.
 static uint32_t all_until(const Past& past) {
@@ -207,11 +209,14 @@ void fence_proxy(Fiber& f) {
   f.now++;
 }
 
-bool is_fenced(const Agent& a, unsigned thread, uint32_t time) { return time <= time_of(a.past->fenced, thread); }
+bool is_fenced(const Agent& a, unsigned thread, uint32_t time) {
+  return time <= time_of(a.past->fenced, thread);
+}
 
 bool has_happened(const Agent& a, uint32_t block, unsigned thread, uint32_t time) {
   if (block == worker->block)
-    return thread == unsigned(a.number) || time <= a.past->all_until || time <= time_of(a.past->until, thread);
+    return thread == unsigned(a.number) || time <= a.past->all_until ||
+           time <= time_of(a.past->until, thread);
   const auto known = a.past->elsewhere.find(block);
   return known != a.past->elsewhere.end() && time <= time_of(known->second->until, thread);
 }

@@ -58,7 +58,8 @@ static Party party(const Fiber& f, Kind kind, int access, Site site = {}) {
 }
 
 // -------------------------------------------------------------------------------- one access
-static void check_proxy_fence(const Agent& a, const Memory& m, uint64_t offset, size_t bytes, uint16_t access) {
+static void check_proxy_fence(const Agent& a, const Memory& m, uint64_t offset, size_t bytes,
+                              uint16_t access) {
   const Worker& w = *worker;
   for (uint64_t i = offset >> m.shift; i <= (offset + bytes - 1) >> m.shift; i++) {
     const Cell& c = m.cells[i];
@@ -181,11 +182,11 @@ void load_came_late(const BulkCopy& c) {
 
 void store_started(BulkCopy& c) {
   Worker& w = *worker;
-  auto& agents = engines_of(w).store_agents.try_emplace(c.fiber->number, -1, -1).first->second;
+  Stores& stores = engines_of(w).stores[c.fiber->number];
   const auto past = knowledge(*c.fiber);
   const uint32_t time = uint32_t(c.group) + 1;
-  const Agent reads = engine(number_of_engine(w, agents.first, *c.fiber), time, past);
-  const Agent writes = engine(number_of_engine(w, agents.second, *c.fiber), time, past);
+  const Agent reads = engine(number_of_engine(w, stores.reads, *c.fiber), time, past);
+  const Agent writes = engine(number_of_engine(w, stores.writes, *c.fiber), time, past);
   const Kind kind = c.kind == Bulk::ADD ? Kind::ATOMIC : Kind::WRITE;
   Tally from, to;
   auto chunk = [&](char* shared, char* global, size_t, size_t count) {
@@ -200,14 +201,19 @@ void store_started(BulkCopy& c) {
     for (size_t i = 0; i < c.bytes; i += 16) chunk(c.shared + i, c.global + i, 0, 16);
   from.count();
   to.count();
+  stores.last = time;
+  stores.pc = c.pc;
+  stores.from = c.shared;
 }
 
 void stores_waited_for(Fiber& f, int groups_left, bool read_only) {
-  const auto& all = worker->engines->store_agents;
-  const auto agents = all.find(f.number);
-  if (agents == all.end() || f.bulk_groups <= groups_left) return;
-  learn(f, agents->second.first, uint32_t(f.bulk_groups - groups_left));
-  if (!read_only) learn(f, agents->second.second, uint32_t(f.bulk_groups - groups_left));
+  auto& all = worker->engines->stores;
+  const auto found = all.find(f.number);
+  if (found == all.end() || f.bulk_groups <= groups_left) return;
+  Stores& stores = found->second;
+  stores.waited = uint32_t(f.bulk_groups - groups_left);
+  learn(f, stores.reads, stores.waited);
+  if (!read_only) learn(f, stores.writes, stores.waited);
 }
 
 // -------------------------------------------------------------------------------- wgmma
@@ -236,20 +242,20 @@ void product_started(Worker& w, Warpgroup& g, const Wgmma& p, const uint32_t* co
   }
   const int number = number_of_engine(w, g.agent, *first);
   const uint32_t time = uint32_t(p.group) + 1;
-  Tally from_A, from_B;
+  Tally read;                    // a request, at B's address
   // A warp multiplies its own 16 rows of A, and all of B.
   for (int warp = 0; warp < 4 && !p.A_in_registers; warp++) {
     const Agent a = engine(number, time, common_knowledge(first + warp * WARP_SIZE, WARP_SIZE));
     each_operand_chunk(p.A, p.shape.A_mn_major, 16 * warp, 16, [&](size_t offset) {
-      from_A.add(check_access(a, w.shared + offset, 16, Kind::WGMMA, p.pc), w.shared + offset, 16);
+      read.add(check_access(a, w.shared + offset, 16, Kind::WGMMA, p.pc), w.shared + offset, 16);
     });
   }
+  read.first = ~uint64_t(0);
   const Agent a = engine(number, time, common_knowledge(first, WARPGROUP_SIZE));
   each_operand_chunk(p.B, p.shape.B_mn_major, 0, p.shape.n, [&](size_t offset) {
-    from_B.add(check_access(a, w.shared + offset, 16, Kind::WGMMA, p.pc), w.shared + offset, 16);
+    read.add(check_access(a, w.shared + offset, 16, Kind::WGMMA, p.pc), w.shared + offset, 16);
   });
-  from_A.count();
-  from_B.count();
+  read.count();
 }
 
 void products_waited_for(Worker& w, const Warpgroup& g, int groups) {
@@ -288,8 +294,8 @@ void check_engines_at_end(Worker& w) {
   for (size_t i = 0; i < e.warpgroups.size(); i++)
     for (const Wgmma& p : e.warpgroups[i].products)
       found_left("wgmma", w.fibers[i * WARPGROUP_SIZE], Kind::WGMMA, p.pc, nullptr);
-  for (const BulkCopy& c : e.copies)
-    if (c.kind != Bulk::LOAD && !c.done) found_left("copy", *c.fiber, Kind::TMA_READ, c.pc, c.shared);
+  for (auto& [thread, s] : e.stores)
+    if (s.last > s.waited) found_left("copy", w.fibers[thread], Kind::TMA_READ, s.pc, s.from);
   for (auto& [offset, m] : e.mbarriers) {
     if (m.last_load > m.waited)
       found_left("copy", *m.last_load_by, Kind::TMA_WRITE, m.last_load_pc, m.last_load_to);

@@ -100,13 +100,20 @@ struct NamedBarrier {
   std::shared_ptr<Past> released; // for the checker: what has been handed to it
 };
 
+struct Stores {                   // of one thread, for the checker
+  int reads = -1, writes = -1;    // the agents that do both
+  uint32_t last = 0, waited = 0;  // group; of which it knows that shared memory has been read
+  const void* pc = nullptr;       // of the last one
+  const char* from = nullptr;
+};
+
 struct Engines {                  // of one block
   std::map<size_t, Mbarrier> mbarriers;             // by their offset
   std::deque<BulkCopy> copies;                      // under way, in the order of their start
   std::vector<Warpgroup> warpgroups;
   NamedBarrier named_barriers[NAMED_BARRIERS];
   int agents = 0;                                   // for the checker
-  std::map<int, std::pair<int, int>> store_agents;  // those that read and write, by thread
+  std::map<int, Stores> stores;                     // the same, by thread
 };
 Engines& engines_of(Worker& w);   // from their first use in a block on
 

@@ -147,7 +147,7 @@ struct Worker {            // a block that runs, and what it runs on
   int alive = 0;                  // threads that have not returned
   void* scheduler_stack_pointer = nullptr;
   size_t vain_yields = 0;         // since one of its threads has done something else
-  size_t vain_tests = 0;          // of mbarriers, likewise
+  size_t vain_tests = 0;          // of mbarriers, since one of its threads has done something else
   bool set_aside = false;         // all of them wait for another block, as it seems
 
   char* shared = nullptr;         // the block's shared memory

@@ -1,5 +1,5 @@
-// The CPU's side of stages/common/hopper.cuh, and of wgmma(): the same functions, done by the run-time library.
-// What each of them means is said there, and in wgmma.cuh.
+// The CPU's side of stages/common/hopper.cuh, and of wgmma(): the same functions, done by the run-time
+// library. What each of them means is said there, and in wgmma.cuh.
 #pragma once
 #include "ptx.h"
 #include "tensor_map.h"
