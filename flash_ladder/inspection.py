@@ -59,7 +59,8 @@ def inspect(**arrays: torch.Tensor) -> Iterator[Report]:
     watched likewise.
 
     Found: data races in shared memory, and in global memory, between blocks too; accesses out of bounds,
-    misaligned, or of memory that nothing has written; barriers that not all threads reach; deadlocks.
+    misaligned, or of memory that nothing has written; barriers that not all threads reach; deadlocks; waits
+    and fences that asynchronous copies and products lack.
     A kernel that fails still raises its RuntimeError; the report then says why.
 
     Args:

@@ -5,7 +5,8 @@
 A file is a topic. Its kernels are right; a line "//! buggy: ..." under one of their lines has what stands in
 its place in the bug: nothing, if nothing follows. So a bug and its correct twin differ in that line. Before a
 kernel, "//! race <<<1, 64>>>" says what the checker must find in the bug, and how the kernel is launched.
-Kernels have (x, out, count) as arguments: 1000 floats from 1 to 7; 1000 floats to be written; 8 zeros.
+Kernels have (x, out, count) as arguments: 1000 floats from 1 to 7; 1000 floats to be written; 8 zeros. Where
+others follow in brackets, they have those.
 """
 
 import argparse
@@ -24,7 +25,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "results")]
 from compute_sanitizer import TOOLS, says_so  # noqa: E402
 
 FOLDER = ROOT / "tests" / "corpus"
-HEAD = re.compile(r"^//! ([\w ]+?) <<<(.*)>>>\n__global__ void (\w+)\(", re.M)
+HEAD = re.compile(r"^//! ([\w ]+?) <<<(.*)>>>(?: (\(.*\)))?\n__global__ void (\w+)\(", re.M)
 BUGGY = re.compile(r"^( *)(.*)\n *//! buggy:(.*)$", re.M)
 PLACES = ("bug", "twin")
 SCHEDULES = (("", "late"), ("1", "early"), ("2", "random"))   # FLASH_SIM_SEED, FLASH_SIM_COPIES
@@ -80,6 +81,7 @@ class Case:
     number: int              # in its topic
     expected: tuple[str, ...]
     launch: str              # between <<< and >>>
+    arguments: str           # with their brackets
     lines: tuple[int, int]   # of its file: the first and the last
 
 
@@ -93,7 +95,8 @@ def cases(topic: Path) -> list[Case]:
     text = topic.read_text()
     heads = list(HEAD.finditer(text))
     ends = [*(head.start() for head in heads[1:]), len(text)]
-    return [Case(topic.stem, head[3], number, tuple(head[1].split(" or ")), head[2],
+    return [Case(topic.stem, head[4], number, tuple(head[1].split(" or ")), head[2],
+                 head[3] or "(x, out, count)",
                  tuple(1 + text.count("\n", 0, position) for position in (head.start(), end)))
             for number, (head, end) in enumerate(zip(heads, ends))]
 
@@ -103,7 +106,7 @@ def program(topic: Path, place: str) -> str:
     text = topic.read_text()
     if place == "bug":
         text = BUGGY.sub(lambda m: f"{m[1]}{m[3].strip()}".rstrip() + "\n", text)
-    launches = [f"    case {c.number}: {c.name}<<<{c.launch}>>>(x, out, count); break;" for c in cases(topic)]
+    launches = [f"    case {c.number}: {c.name}<<<{c.launch}>>>{c.arguments}; break;" for c in cases(topic)]
     return text + LAUNCHES.format(cases="\n".join(launches)) + PROGRAM
 
 

@@ -9,8 +9,8 @@
 
 A mutant is one change in the device code of a stage, or of a file of stages/common that stages include:
 
-    a barrier, a fence, a wait for copies or a commit: removed; a statement later; a statement earlier;
-        a wait: for one group less
+    a barrier, a fence, a wait (for copies, products or an mbarrier), a commit or an arrival: removed; a
+        statement later; a statement earlier; a wait for groups: for one less
     a bound (<, <=, >, >=, min): larger by one; smaller by one
 
 All mutants of a stage are compiled at once: each is a place where the code asks for the number of the mutant
@@ -251,11 +251,13 @@ def reasons(file: Path) -> dict[str, str]:
 
 
 # ------------------------------------------------------------------------------------------ the table
-KINDS = {"a barrier or fence removed": "(__sync|__threadfence).* removed",
-         "a barrier or fence moved": "(__sync|__threadfence).* a statement .*",
-         "a wait or commit removed": "cp_async.* removed",
-         "a wait or commit moved": "cp_async.* a statement .*",
-         "a wait for one group less": "cp_async.* less", "a bound larger by one": r".* \+ 1",
+BARRIER = "(__sync|__threadfence|named_barrier|fence_|wgmma_fence)"
+WAIT = "(cp_async|bulk|mbarrier|wgmma_commit|wgmma_wait)"      # or a commit, or an arrival
+KINDS = {"a barrier or fence removed": f"{BARRIER}.* removed",
+         "a barrier or fence moved": f"{BARRIER}.* a statement .*",
+         "a wait or commit removed": f"{WAIT}.* removed",
+         "a wait or commit moved": f"{WAIT}.* a statement .*",
+         "a wait for one group less": f"{WAIT}.* less", "a bound larger by one": r".* \+ 1",
          "a bound smaller by one": ".* - 1"}
 
 

@@ -19,8 +19,12 @@ from flash_ladder.simulator.scan import blank  # noqa: E402
 COMMON = flash.STAGES / "common"
 NUMBER = "FLASH_MUTANT"                          # in the environment
 
-SYNC = re.compile(r"\b(__syncthreads|__syncwarp|__threadfence|cp_async_commit|cp_async_wait\s*<([^<>;]*)>)"
-                  r"\s*\([^()]*\)\s*;")
+SYNC = re.compile(
+    r"\b(__syncthreads|__syncwarp|__threadfence|named_barrier_(?:sync|arrive)|"
+    r"(?:cp_async|bulk|wgmma)_commit|(?:cp_async_wait|bulk_wait|bulk_wait_read|wgmma_wait)\s*<([^<>;]*)>|"
+    r"mbarrier_(?:wait|arrive|arrive_expect)|fence_mbarrier_init|fence_proxy_async|wgmma_fence)"
+    r"\s*\((?:[^()]|\((?:[^()]|\([^()]*\))*\))*\)\s*;")       # brackets within brackets, twice
+INSTRUCTIONS = ("ptx.cuh", "hopper.cuh", "wgmma_widths.cuh")     # thin functions, and not mutated
 BOUND = re.compile(r"(?<=[^\s<>=!-] )(<=?|>=?)(?= [^\s<>=])|\bmin\((?=[^)])")
 FIXED = re.compile(r"^\s*#|\bconstexpr\b|\bstatic_assert\b|\btemplate\b|__launch_bounds__|"
                    r"\w<\(|\w<[^;()]* [<>]=? [^;()]*>\(")   # lines
@@ -126,7 +130,7 @@ class Source:
         self.edits: list[tuple[int, int, str]] = []           # from, to, what stands there instead
         self._lines = [0, *(m.end() for m in re.finditer("\n", self.text))]
         code = blank(self.text)
-        parts = device_parts(code) if self.file.name != "ptx.cuh" else []
+        parts = device_parts(code) if self.file.name not in INSTRUCTIONS else []
         for begin, end in parts:
             for sync in SYNC.finditer(code, begin, end):
                 self._add_sync(code, sync)
@@ -156,7 +160,8 @@ class Source:
         weaker = ""
         if sync[2]:
             gone.append(self._new(start, f"{sync[1]} for one group less"))
-            weaker = f" else if (MUTANT({gone[-1]})) cp_async_wait<{sync[2]} + 1>();"
+            name = sync[1].split("<")[0]
+            weaker = f" else if (MUTANT({gone[-1]})) {name}<{sync[2]} + 1>();"
         none = " && ".join(f"!MUTANT({n})" for n in gone)
         self.edits.append((start, end, f"{{ if ({none}) {sync[0]}{weaker} }}"))
 

@@ -11,7 +11,8 @@ import itertools
 import pytest
 import torch
 from test_simulator import KERNELS, empty, simulator_only
-from test_tensor import GROUP, LANE, PAIR, check_product, joined, name_of, random_numbers
+from test_simulator import call as call_other
+from test_tensor import check_product, joined, name_of, random_numbers
 
 import flash
 from flash_ladder.simulator import resolve_addresses
@@ -102,8 +103,8 @@ def test_tma_load(device, schedule, case):
     x, arguments = box_case(element, sizes, box)
     count = box[0] * box[1] * box[2] * box[3]
     out = empty(count * element // 4, device=device)
-    assert call("load_box", like_it(x, device), int(element == 4), *arguments, swizzle, *corner, count * element, 0, out,
-                device=device) is None
+    assert call("load_box", like_it(x, device), int(element == 4), *arguments, swizzle, *corner,
+                count * element, 0, out, device=device) is None
     loaded = out.cpu().view(x.dtype)
     expected = torch.empty_like(loaded)
     for place, index in box_elements(sizes, box, corner):
@@ -137,7 +138,7 @@ def test_tma_store(device, schedule, case):
     for place, index in box_elements(sizes, box, corner):
         if index is not None:
             expected[index] = values[chunk_place(place * element, swizzle) // element]
-    assert torch.equal(with_its_gaps(there).cpu(), with_its_gaps(expected)), "and nothing beside it is written"
+    assert torch.equal(with_its_gaps(there).cpu(), with_its_gaps(expected)), "nothing beside it is written"
 
 
 @simulator_only
@@ -147,7 +148,8 @@ def test_late_stores_show_a_missing_wait(device, monkeypatch):
     for when, made in (("late", False), ("early", True)):
         monkeypatch.setenv("FLASH_SIM_COPIES", when)
         out = like_it(x)
-        assert call("store_box", out, 0, *arguments, swizzle, *corner, 2048, torch.zeros(512).int(), 0) is None
+        zeros = torch.zeros(512).int()
+        assert call("store_box", out, 0, *arguments, swizzle, *corner, 2048, zeros, 0) is None
         assert torch.equal(out, x) != made
 
 
@@ -214,7 +216,8 @@ def test_wgmma(device, dtype, n_tiles, registers, A_mn_major, B_mn_major, swizzl
     n = 8 * n_tiles
     A, B = random_numbers(64, 16, dtype=dtype), random_numbers(n, 16, dtype=dtype, seed=1)
     C = random_numbers(64, n, dtype=torch.float32, seed=2)
-    (A_image, A_layout), (B_image, B_layout) = operand(A, A_mn_major, swizzle), operand(B, B_mn_major, swizzle)
+    A_image, A_layout = operand(A, A_mn_major, swizzle)
+    B_image, B_layout = operand(B, B_mn_major, swizzle)
     start = -(-A_image.nbytes // 1024) * 1024
     image = torch.zeros((start + B_image.nbytes) // 2, dtype=dtype)
     image[:len(A_image)] = A_image
@@ -249,3 +252,113 @@ def test_named_barriers(device, schedule, count):
     out = empty(1, device=device)
     assert call("turns", out, count, device=device) is None
     assert out.item() == functools.reduce(lambda x, _: 2 * x + 3, range(count), 1)
+
+
+# ---------------------------------------------------------------------------------------------- mistakes
+ERRORS = [  # what the message says, by number
+    "mbarrier_init(): the address of an mbarrier must be a multiple of 8",
+    "mbarrier_init(): an mbarrier must be in shared memory",
+    "mbarrier_init(): 0 arrivals; 1 to 1048575 are possible",
+    "mbarrier_arrive(): nothing has initialised this mbarrier, barrier (mbarrier_init)",
+    "mbarrier_wait(): a parity of 2; 0 and 1 are possible",
+    "mbarrier_arrive(): of the 2 arrivals of barrier all have been made in this phase, which waits for 64 ",
+    "mbarrier_arrive_expect(): 1048576 bytes to come; at most 1048575 are possible",
+    "tma_load(): this is no tensor map that cuTensorMapEncodeTiled has made",
+    "bulk_add(): 20 bytes; a multiple of 16 is possible",
+    "bulk_add(): the address in global memory must be a multiple of 16",
+    "bulk_add(): 32 bytes from here on are not in shared memory",
+    "wgmma(): a part of A lies outside of shared memory",
+    "wgmma(): the descriptor of B has a base offset",
+    "threads of one warpgroup are at different operations: wgmma_",
+    "named_barrier_sync(): barrier 16; 1 to 15 are possible",
+    "named_barrier_sync(): 48 threads; a multiple of 32 is possible, no more than the block has",
+    "setmaxnreg_inc(): 24 registers, where a thread has 40; setmaxnreg_dec() takes some away",
+    "for a phase of parity 0 of barrier, which is in its phase 0: 1 of 2 arrivals are missing, 48 bytes are "
+    "still to come",
+    "named_barrier_sync()",
+    "wgmma_commit()",
+    "for a phase of parity 0 of barrier, which is in its phase 0: 2 of 2 arrivals are missing",
+    "wgmma_fence() needs the 128 threads of a warpgroup; the block's last one has 64",
+]
+MEETINGS = {18: "(64 of 96 threads are there)", 19: "(32 of 128 threads are there)"}
+
+
+@simulator_only
+@pytest.mark.parametrize("number", range(len(ERRORS)))
+def test_mistakes_are_reported_at_their_line(device, number):
+    source = KERNELS / "hopper_errors.cu"
+    lines = [f"{source}:{n}" for n, line in enumerate(source.read_text().splitlines(), 1)
+             if line.endswith(f"// HERE: {number}")]
+    x = torch.zeros(256)
+    error = call_other("mistake", number, x, x, source="hopper_errors")
+    assert ERRORS[number] in error and lines and all(line in error for line in lines), error
+    assert MEETINGS.get(number, "") in error
+
+
+WRONG_MAPS = [  # what is wrong: (d, N, heads, B), strides, box, swizzle, what is added to the address
+    ("must start at a multiple of 16 bytes", (64, 8, 1, 1), (128, 16, 16), (64, 8, 1, 1), 128, 8),
+    ("size[1] is 0", (64, 0, 1, 1), (128, 16, 16), (64, 8, 1, 1), 128, 0),
+    ("stride[0] is 130", (64, 8, 1, 1), (130, 16, 16), (64, 8, 1, 1), 128, 0),
+    ("box[1] is 257", (64, 8, 1, 1), (128, 16, 16), (64, 257, 1, 1), 128, 0),
+    ("box[0] is 12", (64, 8, 1, 1), (128, 16, 16), (12, 8, 1, 1), 128, 0),
+    ("box[0] is 72", (72, 8, 1, 1), (144, 16, 16), (72, 8, 1, 1), 128, 0),
+    ("box[0] is 40", (72, 8, 1, 1), (144, 16, 16), (40, 8, 1, 1), 64, 0),
+]
+
+
+@simulator_only
+@pytest.mark.parametrize("case", WRONG_MAPS, ids=lambda case: case[0][:8])
+def test_tensor_maps_are_checked(device, case):
+    """As the driver does: CUDA_ERROR_INVALID_VALUE; the simulator says why."""
+    wrong, *numbers, swizzle, shift = case
+    x = torch.zeros(4096, dtype=torch.int16)[shift // 2:]
+    arguments = [torch.tensor(values, dtype=torch.int32) for values in numbers]
+    error = call("load_box", x, 0, *arguments, swizzle, 0, 0, 0, 0, 1024, 0, x)
+    assert error.startswith("cuTensorMapEncodeTiled: ") and wrong in error
+
+
+# ------------------------------------------------------------------------------------------ what it costs
+def inspected(function: str, *arguments, **arrays: torch.Tensor):
+    with flash.inspect(**arrays) as report:
+        error = call(function, *arguments, checked=True)
+    assert (error, report.findings) == (None, [])
+    return {(access.kind, access.array): access for access in report.accesses}, report
+
+
+@simulator_only
+def test_traffic_of_copies_and_products(device, schedule):
+    """In bounds: what is past the end is no traffic. Shared memory has all of the box."""
+    cols, steps = 328, 6
+    A, B, C = random_numbers(64, cols, dtype=torch.float16), random_numbers(128, cols, dtype=torch.float16), (
+        torch.zeros(64, 128))
+    accesses, report = inspected("ring", A, B, C, cols, A=A, B=B, C=C)
+    assert (report.traffic()["A"].read, report.traffic()["B"].read) == (A.nbytes, B.nbytes)
+    assert (report.traffic()["A"].unique_read, report.traffic()["C"].written) == (A.nbytes, C.nbytes)
+    loads, products = accesses["tma write", "B_smem"], accesses["wgmma", "B_smem"]
+    assert (loads.requests, loads.bytes) == (steps, steps * 128 * 128)
+    assert (products.requests, products.bytes) == (4 * steps, 4 * steps * (64 + 128) * 32)
+
+
+@simulator_only
+def test_no_findings_in_what_is_right(device, schedule):
+    x, out = torch.arange(96).int(), torch.zeros(96, dtype=torch.int32)
+    inspected("rounds", x, out, 5, x=x, out=out)
+    inspected("turns", out, 5, out=out)
+    x, out = torch.ones(480), torch.zeros(48)
+    inspected("add_up", x, out, 48, 5, x=x, out=out)
+
+
+@simulator_only
+@pytest.mark.parametrize("case", BOXES[3:6], ids=lambda case: "-".join(map(str, case[2])))
+def test_boxes_without_findings(device, schedule, case):
+    """Of a load and a store, past the ends of a tensor with gaps."""
+    element, sizes, box, swizzle, corner = case
+    x, arguments = box_case(element, sizes, box)
+    bytes_ = box[0] * box[1] * box[2] * box[3] * element
+    inside = sum(index is not None for _, index in box_elements(sizes, box, corner)) * element
+    shared = torch.zeros(bytes_ // 4, dtype=torch.int32)
+    numbers = (int(element == 4), *arguments, swizzle, *corner, bytes_)
+    _, report = inspected("load_box", x, *numbers, 0, shared, x=x, shared=shared)
+    assert report.traffic()["x"].read == inside
+    _, report = inspected("store_box", x, *numbers, shared, 1, x=x, shared=shared)
+    assert report.traffic()["x"].written == inside

@@ -510,6 +510,41 @@ def test_how_mutants_are_made(tmp_path):
     assert "else if (MUTANT(6)) cp_async_wait<0 + 1>();" in lines[5]
 
 
+def test_mutants_of_hoppers_instructions(tmp_path):
+    """Waits, commits, arrivals and fences, whatever their arguments are."""
+    file = tmp_path / "some.cuh"
+    file.write_text(HOPPER)
+    source = mutation.Source(file, 1, tmp_path)
+    bounds = (" + 1", " - 1")
+    assert [(m.line, m.change) for m in source.mutants if not m.change.endswith(bounds)] == [
+        (2, "mbarrier_arrive_expect removed"), (3, "mbarrier_wait removed"),
+        (3, "mbarrier_wait a statement later"), (3, "mbarrier_wait a statement earlier"),
+        (4, "wgmma_fence removed"),
+        (4, "wgmma_fence a statement later"), (4, "wgmma_fence a statement earlier"),
+        (6, "wgmma_commit removed"), (6, "wgmma_commit a statement later"),
+        (6, "wgmma_commit a statement earlier"), (7, "wgmma_wait<1> removed"),
+        (7, "wgmma_wait<1> a statement later"), (7, "wgmma_wait<1> a statement earlier"),
+        (7, "wgmma_wait<1> for one group less"), (8, "mbarrier_arrive removed"),
+        (9, "named_barrier_sync removed"), (9, "named_barrier_sync a statement earlier")]
+    for mutant in source.mutants:
+        assert len([kind for kind in mutants.KINDS.values() if re.fullmatch(kind, mutant.change)]) == 1
+    assert "wgmma_wait<1 + 1>();" in source.mutated().splitlines()[6]
+    assert not mutation.Source(flash.STAGES / "common" / "hopper.cuh", 1).mutants
+
+
+HOPPER = """\
+__global__ void kernel(uint64_t* full, float (&D)[2][4], uint64_t A, int t) {
+  if (t == 0) mbarrier_arrive_expect(full + t % 2, 2 * (t ? sizeof(float) * (t + 1) : 0));
+  mbarrier_wait(full + t % 2, (t / 2 + 1) % 2);
+  wgmma_fence();
+  wgmma(D, A, A);
+  wgmma_commit();
+  wgmma_wait<1>();
+  if (t == 0) mbarrier_arrive(full);
+  named_barrier_sync(1, 128);
+}
+"""
+
 EXAMPLE = """\
 __global__ void kernel(float* tile, int n) {
   const int t = threadIdx.x; clear<4 <= 8>(tile);

@@ -78,7 +78,7 @@ class Party:
 
     block: tuple[int, int, int]
     thread: tuple[int, int, int]
-    kind: str  # "read", "write", "atomic", "copy" (cp.async), or "" for waiting or failing
+    kind: str  # as an Access has it; of cp.async also "source"; "" for waiting or failing
     place: Place
 
     def __str__(self) -> str:
@@ -91,8 +91,9 @@ class Finding:
     """A mistake in a kernel, at its first occurrence.
 
     what: "race", "out of bounds", "misaligned", "uninitialised" (a read of what nothing has written),
-    "barrier" (threads at different barriers), "copy" (one that nobody waits for), "deadlock", or "error" (a
-    failed assert, say); of notes "portability".
+    "barrier" (threads at different barriers), "copy" and "wgmma" (one that nobody waits for), "accumulator"
+    (used while a wgmma may add to it), "register fence" and "proxy fence" (one is missing), "deadlock", or
+    "error" (a failed assert, say); of notes "portability".
     """
 
     what: str
@@ -124,7 +125,8 @@ class Access:
     kernel: str
     place: Place
     memory: str        # "HBM" or "shared"
-    kind: str          # "read", "write", "atomic" or "copy" (of cp.async, to shared memory)
+    kind: str          # "read", "write", "atomic"; of shared memory also "copy" (cp.async), and, a whole copy
+    #                    or product a request, "tma write", "tma read", "wgmma"
     array: str
     access_bytes: int  # of a lane
     requests: int

@@ -4,7 +4,6 @@
 #include <stdint.h>
 
 #include "../../stages/common/tma.cuh"
-#include "../../stages/common/warpgroup.cuh"
 #include "../../stages/common/wgmma.cuh"
 
 static const char* result() {
@@ -65,7 +64,8 @@ extern "C" const char* run_load_box(void* x, int four_bytes, const int* sizes, c
                                     int bytes, int offset, uint32_t* out) {
   CUtensorMap map;
   const auto type = four_bytes ? CU_TENSOR_MAP_DATA_TYPE_FLOAT32 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16;
-  if (any_map(map, x, type, sizes, strides, box, swizzle) != CUDA_SUCCESS) return "no map";
+  if (any_map(map, x, type, sizes, strides, box, swizzle) != CUDA_SUCCESS)
+    return cudaGetErrorString(cudaErrorInvalidValue);
   allow(load_box, 100000);
   load_box<<<1, 64, bytes + offset>>>(map, Corner{col, row, head, batch}, bytes, offset, out);
   return result();
@@ -90,7 +90,8 @@ extern "C" const char* run_store_box(void* out, int four_bytes, const int* sizes
                                      int bytes, const uint32_t* x, int right) {
   CUtensorMap map;
   const auto type = four_bytes ? CU_TENSOR_MAP_DATA_TYPE_FLOAT32 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16;
-  if (any_map(map, out, type, sizes, strides, box, swizzle) != CUDA_SUCCESS) return "no map";
+  if (any_map(map, out, type, sizes, strides, box, swizzle) != CUDA_SUCCESS)
+    return cudaGetErrorString(cudaErrorInvalidValue);
   const Corner corner{col, row, head, batch};
   if (right) store_box<true><<<1, 64, bytes>>>(map, corner, bytes, x);
   else store_box<false><<<1, 64, bytes>>>(map, corner, bytes, x);
@@ -205,26 +206,27 @@ static const char* run_multiply(const uint32_t* image, int bytes, Layout A, Layo
 template <int n_tiles>
 static const char* run_multiply(int A_registers, int A_mn_major, const uint32_t* image, int bytes, Layout A,
                                 Layout B, int B_mn_major, const uint32_t* a, float* d, int accumulate) {
-  if (A_registers) return run_multiply<n_tiles, true, false>(image, bytes, A, B, B_mn_major, a, d, accumulate);
-  if (A_mn_major) return run_multiply<n_tiles, false, true>(image, bytes, A, B, B_mn_major, a, d, accumulate);
-  return run_multiply<n_tiles, false, false>(image, bytes, A, B, B_mn_major, a, d, accumulate);
+  const auto run = A_registers  ? run_multiply<n_tiles, true, false>
+                   : A_mn_major ? run_multiply<n_tiles, false, true>
+                                : run_multiply<n_tiles, false, false>;
+  return run(image, bytes, A, B, B_mn_major, a, d, accumulate);
 }
 extern "C" const char* run_multiply(int n_tiles, int A_registers, int A_mn_major, int B_mn_major,
                                     const uint32_t* image, int bytes, const int* A, const int* B,
                                     const uint32_t* a, float* d, int accumulate) {
   const Layout layout_A{A[0], A[1], A[2], A[3]}, layout_B{B[0], B[1], B[2], B[3]};
   switch (n_tiles) {
-#define WIDTH(n) \
-    case n: return run_multiply<n>(A_registers, A_mn_major, image, bytes, layout_A, layout_B, B_mn_major, a, \
-                                   d, accumulate);
+#define WIDTH(n)                                                                                   \
+    case n: return run_multiply<n>(A_registers, A_mn_major, image, bytes, layout_A, layout_B,      \
+                                   B_mn_major, a, d, accumulate);
     WIDTH(2) WIDTH(8) WIDTH(10) WIDTH(16) WIDTH(32)
   }
   return "no such width";
 }
 
 // ------------------------------------------------------------------------- all of it together
-// C = A B^T for A (64 rows), B (128 rows) of `cols` columns each, a panel of 64 columns a step, through a ring
-// of two stages. Warpgroup 0 copies, warpgroup 1 multiplies, one product behind: as it waits, the next one is
+// C = A B^T for A (64 rows), B (128 rows) of `cols` columns each, a panel of 64 columns a step, by a ring of
+// two stages. Warpgroup 0 copies, warpgroup 1 multiplies, one product behind: as it waits, the next one is
 // under way.
 constexpr int stages = 2;
 __global__ void __launch_bounds__(256, 1)

@@ -50,6 +50,7 @@ static bool update(AtomicOp op, ScalarType type, void* address, void* value, con
 // value comes in as the operand and goes out as what the memory held before.
 extern "C" void sim_atomic(AtomicOp op, ScalarType type, void* address, void* value, const void* compare) {
   static __thread unsigned count;
+  worker->vain_tests = 0;
   if (++count % 16 == 0) sim_yield();   // so that a thread that spins on an atomic lets the others run
   if (worker->launch->checked) {
     const size_t bytes = type == ScalarType::DOUBLE || type >= ScalarType::INT64 ? 8 : 4;

@@ -180,6 +180,7 @@ void begin_block(Worker& w, size_t number) {
   clear_shared_memory(w);
   w.barrier = {};
   w.engines.reset();
+  w.vain_tests = 0;
   w.warps.assign(w.warps.size(), {});
   w.ready.clear();
   w.random = w.seed ? w.seed ^ (number + 1) * 0xBF58476D1CE4E5B9ull : 0;
@@ -192,6 +193,8 @@ void begin_block(Worker& w, size_t number) {
     f.site = {};
     f.copies.clear();
     f.copy_groups = f.bulk_groups = 0;
+    f.registers.clear();
+    f.has_fenced_registers = false;
     f.stack_pointer = fresh_stack(f.stack + STACK_BYTES);
     w.ready.push_back(&f);
   }
@@ -203,7 +206,7 @@ bool continue_block(Worker& w) {
   blockDim = w.launch->block;
   gridDim = w.launch->grid;
   w.set_aside = false;
-  w.vain_yields = w.vain_tests = 0;
+  w.vain_yields = 0;
   while (Fiber* fiber = w.error.empty() && !w.set_aside ? take_ready(w) : nullptr)
     resume(w, fiber, &w.scheduler_stack_pointer);
   w.current = nullptr;

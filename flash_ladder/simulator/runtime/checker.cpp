@@ -25,7 +25,7 @@ uint16_t number_of(const void* pc, int array, Kind kind) {
 }
 
 // Before it does harm: the launch ends here.
-[[noreturn]] static void forbid(const char* p, size_t bytes, Kind kind, const void* pc) {
+void forbid(const char* p, size_t bytes, Kind kind, const void* pc) {
   Worker& w = *worker;
   const bool shared = size_t(p - (w.shared - GUARD_BYTES)) < ARENA_BYTES + 2 * GUARD_BYTES;
   const Memory* near = shared ? w.shadow.get() : nearest_array(p);
@@ -86,9 +86,13 @@ extern "C" void sim_poison_rounded() {
 }
 
 void observe(const void* address, size_t bytes, Kind kind, const void* pc, Asks asks, const void* operand) {
-  if (!is_watched(address)) return;
-  if (interrupted()) fail(why_interrupted());
   Worker* w = worker;
+  if (!is_watched(address)) {
+    if (w && w->current && !w->current->registers.empty())
+      check_registers(*w->current, static_cast<const char*>(address), bytes, kind, pc);
+    return;
+  }
+  if (interrupted()) fail(why_interrupted());
   Fiber& f = *w->current;
   if (f.stored) look_at_stored(f);
   const char* p = static_cast<const char*>(address);
@@ -125,6 +129,7 @@ void observe(const void* address, size_t bytes, Kind kind, const void* pc, Asks 
 void begin_checked_launch(const Launch& launch) {
   checker->launch++;
   forget_atomics();
+  checker->threads_behind.clear();
   auto& kernels = checker->kernels;
   auto same = std::find_if(kernels.begin(), kernels.end(),
                            [&](const Kernel& k) { return k.function == launch.kernel; });
@@ -155,6 +160,7 @@ void end_checked_block(Worker& w) {
     f.stored = nullptr;
     for (const Copy& copy : f.copies) copy_was_not_waited_for(f, copy);
   }
+  if (w.engines) check_engines_at_end(w);
 }
 
 // It can wait for nothing any more, and nobody for it.

@@ -6,6 +6,7 @@
 //   checker.cpp    is it allowed: an access, within the memory that is there; what meets at a barrier
 //   memory.cpp     the memory that is there
 //   races.cpp      who has used it last, and what nothing has written
+//   engine_checks.cpp  the same of Hopper's engines: the copy engine, wgmma; of mbarriers
 //   findings.cpp   what was not allowed
 //   counters.cpp   what it costs: the sectors and wavefronts of a warp's requests
 //   report.cpp     findings and counts, as JSON for Python
@@ -26,10 +27,13 @@ enum class Kind : uint8_t {
   READ, WRITE, ATOMIC,
   EXCHANGE,                    // an atomic; it needs no old value
   COPY,                        // a write that is made some time before its thread's wait for it has ended
-  SOURCE                       // the read that goes with it
+  SOURCE,                      // the read that goes with it
+  TMA_WRITE, TMA_READ,         // of shared memory, by the copy engine
+  WGMMA                        // a read by tensor cores
 };
 
 inline bool is_atomic(Kind kind) { return kind == Kind::ATOMIC || kind == Kind::EXCHANGE; }
+inline bool is_read(Kind kind) { return kind == Kind::READ || kind == Kind::TMA_READ || kind == Kind::WGMMA; }
 
 // -------------------------------------------------------------------------------- clock.cpp
 // A thread's time is a number that grows whenever it synchronises with others. A Past says up to which time
@@ -39,13 +43,21 @@ struct Past {
   std::vector<uint32_t> until;               // by thread of the block
   uint32_t all_until = 0;                    // the least of these
   Pasts elsewhere;                           // of other blocks of the launch
+  std::vector<uint32_t> fenced;              // as `until`: the work that engines see, too
 };
+constexpr uint32_t ENGINE_TIME = 1u << 31;   // their times, of which each engine counts its own, begin here
 void begin_time(Worker& w);                                    // of a block
 void synchronise(const std::vector<Fiber*>& fibers);           // now each knows what any of them knows
 void fence(Fiber& f, Scope scope);
 void order_by_atomic(Fiber& f, const void* address);
 void forget_atomics();
-bool has_happened(const Fiber& f, uint32_t block, unsigned thread, uint32_t time);
+std::shared_ptr<Past> knowledge(const Fiber& f);
+void hand_over(std::shared_ptr<Past>& to, Fiber& f);
+void take_over(Fiber& f, const std::shared_ptr<const Past>& from);
+std::shared_ptr<const Past> common_knowledge(const Fiber* first, size_t count);
+void fence_proxy(Fiber& f);
+bool is_fenced(const Agent& a, unsigned thread, uint32_t time);
+bool has_happened(const Agent& a, uint32_t block, unsigned thread, uint32_t time);
 
 // -------------------------------------------------------------------------------- memory.cpp
 struct Lanes {                 // of one warp, that did something at one time
@@ -164,7 +176,7 @@ void error_found(const Worker& w);
 std::string shared_element(const Worker& w, int64_t offset);
 
 // -------------------------------------------------------------------------------- races.cpp
-void check_cells(const Fiber& f, Memory& m, int array, uint16_t access, uint64_t offset, size_t bytes,
+void check_cells(const Agent& f, Memory& m, int array, uint16_t access, uint64_t offset, size_t bytes,
                  bool all_written);
 void observe_for_lane(int lane, const void* address, size_t bytes, const void* pc);
 void copy_has_started(const Copy& copy);
@@ -179,6 +191,7 @@ struct Checker {
   Kernel* kernel = nullptr;                      // that runs
   uint32_t launch = 0;                           // the epoch of global memory
   uint32_t blocks = 0;                           // of all launches: their numbers are epochs of shared memory
+  std::map<std::pair<uint32_t, unsigned>, unsigned> threads_behind;   // engines, by block and number
   std::vector<Finding> findings;
   bool more_findings = false;                    // than are kept
 };
@@ -189,6 +202,7 @@ extern std::mutex checker_mutex;
 // it has been written, as the copy of a struct does not, which has padding.
 enum class Asks : uint8_t { NOTHING, ALIGNMENT, ALL_WRITTEN, BOTH };
 
+[[noreturn]] void forbid(const char* p, size_t bytes, Kind kind, const void* pc);
 uint16_t number_of(const void* pc, int array, Kind kind);      // of an instruction and what it touches
 bool is_watched(const void* address);
 void observe(const void* address, size_t bytes, Kind kind, const void* pc, Asks asks,
@@ -203,8 +217,14 @@ void thread_has_ended(Worker& w);
 
 // -------------------------------------------------------------------------------- counters.cpp
 void count_access(int access, int warp, int lane, uint64_t offset, size_t bytes);
+void count_by_engine(int access, uint64_t bytes, uint64_t units, uint64_t ideal, uint32_t offset);
 void flush_requests(int warp);
 void flush_all_requests(size_t warps);
 void forget_requests();
+
+// -------------------------------------------------------------------------------- engine_checks.cpp
+unsigned thread_behind(uint32_t block, unsigned number);
+void check_registers(Fiber& f, const char* address, size_t bytes, Kind kind, const void* pc);
+void check_engines_at_end(Worker& w);
 
 }  // namespace sim

@@ -26,13 +26,23 @@ void begin_time(Worker& w) {
 }
 
 // A Past that is handed on has no `elsewhere`: what its thread knows of other blocks is handed on beside it.
+static void add_time(std::vector<uint32_t>& to, const std::vector<uint32_t>& from) {
+  if (to.size() < from.size()) to.resize(from.size());
+  for (size_t i = 0; i < from.size(); i++) to[i] = std::max(to[i], from[i]);
+}
+
 static void add_time(Past& to, const Past& from) {
-  for (size_t i = 0; i < to.until.size(); i++) to.until[i] = std::max(to.until[i], from.until[i]);
+  add_time(to.until, from.until);
+  if (!from.fenced.empty()) add_time(to.fenced, from.fenced);
+}
+
+static uint32_t time_of(const std::vector<uint32_t>& times, size_t i) {
+  return i < times.size() ? times[i] : 0;
 }
 
 // Up to when the work of all is known. Threads that have ended do no more of it.
 static uint32_t all_until(const Past& past) {
-  uint32_t least = ~0u;
+  uint32_t least = ENGINE_TIME - 1;
   for (const Fiber& f : worker->fibers)
     if (f.state != State::RETURNED || past.until[f.number] < f.worked)
       least = std::min(least, past.until[f.number]);
@@ -40,8 +50,8 @@ static uint32_t all_until(const Past& past) {
 }
 
 static bool knows(const Past& a, const Past& b) {   // all that b knows
-  for (size_t i = 0; i < a.until.size(); i++)
-    if (a.until[i] < b.until[i]) return false;
+  for (size_t i = 0; i < b.until.size(); i++)
+    if (time_of(a.until, i) < b.until[i]) return false;
   return true;
 }
 
@@ -111,7 +121,7 @@ void fence(Fiber& f, Scope scope) {
   known->all_until = all_until(*known);
   f.past = known;
   auto released = std::make_shared<Pasts>(known->elsewhere);
-  (*released)[worker->block] = std::make_shared<Past>(Past{known->until, known->all_until, {}});
+  (*released)[worker->block] = std::make_shared<Past>(Past{known->until, known->all_until, {}, {}});
   f.released_in_block = released;
   if (scope == Scope::DEVICE) f.released = released;
 }
@@ -131,11 +141,84 @@ void order_by_atomic(Fiber& f, const void* address) {
 
 void forget_atomics() { handed_on.clear(); }
 
-bool has_happened(const Fiber& f, uint32_t block, unsigned thread, uint32_t time) {
+// -------------------------------------------------------------------------------- mbarriers, engines
+// What a thread knows, its own work included
+std::shared_ptr<Past> knowledge(const Fiber& f) {
+  auto known = std::make_shared<Past>(*f.past);
+  known->until[f.number] = f.now;
+  return known;
+}
+
+void hand_over(std::shared_ptr<Past>& to, Fiber& f) {
+  const auto known = knowledge(f);
+  f.now++;
+  if (!to) {
+    to = known;
+    return;
+  }
+  add_time(*to, *known);
+  add(to->elsewhere, known->elsewhere);
+}
+
+// Threads that know the same, and learn the same, share what they know then.
+void take_over(Fiber& f, const std::shared_ptr<const Past>& from) {
+  static std::shared_ptr<const Past> knew, learnt, knows_now;
+  if (knew != f.past || learnt != from) {
+    auto known = std::make_shared<Past>(*f.past);
+    add_time(*known, *from);
+    add(known->elsewhere, from->elsewhere);
+    known->all_until = all_until(*known);
+    knew = f.past;
+    learnt = from;
+    knows_now = known;
+  }
+  f.past = knows_now;
+}
+
+// What each of some threads knows; each knows its own work.
+std::shared_ptr<const Past> common_knowledge(const Fiber* first, size_t count) {
+  std::map<const Past*, int> pasts;              // -1: of several threads
+  for (const Fiber* f = first; f < first + count; f++) {
+    const auto [place, is_new] = pasts.try_emplace(f->past.get(), f->number);
+    if (!is_new) place->second = -1;
+  }
+  auto common = std::make_shared<Past>(*pasts.begin()->first);
+  common->elsewhere.clear();
+  auto least = [&](std::vector<uint32_t> Past::*times) {
+    auto& all = (*common).*times;
+    for (size_t i = 0; i < all.size(); i++) {
+      uint32_t smallest = ~0u;
+      for (auto& [past, only] : pasts)
+        if (only != int(i)) smallest = std::min(smallest, time_of(past->*times, i));
+      all[i] = smallest;
+    }
+  };
+  if (pasts.size() > 1) {
+    least(&Past::until);
+    least(&Past::fenced);
+  }
+  common->all_until = all_until(*common);
+  return common;
+}
+
+// What the thread knows of is seen by the copy engine and by wgmma, too.
+void fence_proxy(Fiber& f) {
+  const auto known = knowledge(f);
+  add_time(known->fenced, known->until);
+  f.past = known;
+  f.now++;
+}
+
+bool is_fenced(const Agent& a, unsigned thread, uint32_t time) {
+  return time <= time_of(a.past->fenced, thread);
+}
+
+bool has_happened(const Agent& a, uint32_t block, unsigned thread, uint32_t time) {
   if (block == worker->block)
-    return thread == unsigned(f.number) || time <= f.past->all_until || time <= f.past->until[thread];
-  const auto known = f.past->elsewhere.find(block);
-  return known != f.past->elsewhere.end() && time <= known->second->until[thread];
+    return thread == unsigned(a.number) || time <= a.past->all_until ||
+           time <= time_of(a.past->until, thread);
+  const auto known = a.past->elsewhere.find(block);
+  return known != a.past->elsewhere.end() && time <= time_of(known->second->until, thread);
 }
 
 }  // namespace sim

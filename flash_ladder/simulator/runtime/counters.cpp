@@ -157,6 +157,24 @@ static void flush(Log& log, int access) {
   std::fill(log.next, log.next + WARP_SIZE, 0);
 }
 
+// What an engine asks for at once
+void count_by_engine(int access, uint64_t bytes, uint64_t units, uint64_t ideal, uint32_t offset) {
+  auto& counters = checker->kernel->counters;
+  if (counters.size() < checker->accesses.size()) counters.resize(checker->accesses.size());
+  Counters& c = counters[access];
+  c.requests++;
+  c.lanes++;
+  c.bytes += bytes;
+  c.units += units;
+  c.ideal += ideal;
+  if (units <= c.worst) return;
+  c.worst = unsigned(units);
+  c.example.lanes = 1;
+  c.example.access_bytes = uint32_t(bytes);
+  c.example.offset[0] = offset;
+  if (checker->accesses[access].array == SHARED) c.example_element = shared_element(*worker, offset);
+}
+
 void flush_requests(int warp) {
   if (in_use.size() <= size_t(warp)) return;
   for (const uint16_t access : in_use[warp]) flush(logs[warp][access], access);

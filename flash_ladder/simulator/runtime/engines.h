@@ -5,9 +5,11 @@
 //   wgmma.cpp       products of a warpgroup
 //   warpgroup.cpp   four warps together; setmaxnreg, named barriers
 //
-// A copy by the engine is made, late, when no thread of its block can go on, and a product at the wait for it;
-// early, both where they start; at random, any time between (FLASH_SIM_COPIES, as for cp.async).
+// A copy by the engine is made, late, when no thread of its block can go on, and a product at the wait for
+// it; early, both where they start; at random, any time between (FLASH_SIM_COPIES, as for cp.async).
 #pragma once
+#include <functional>
+
 #include "../include/sim/hopper.h"
 #include "runtime.h"
 
@@ -24,6 +26,18 @@ struct Mbarrier {
   uint32_t phase = 0;             // under way; its parity is the last bit
   Site site;                      // of its initialisation
   std::vector<Fiber*> waiting;
+
+  // For the checker: its number as an agent; whether engines see it; what has been handed to it, in all and
+  // in complete phases; of how many somebody knows; the last load whose bytes it counts
+  int agent = -1;
+  Fiber* initialised_by = nullptr;
+  bool is_visible = false;
+  std::shared_ptr<Past> released;
+  std::shared_ptr<const Past> complete;
+  uint32_t waited = 0, last_load = 0;
+  const Fiber* last_load_by = nullptr;
+  const void* last_load_pc = nullptr;
+  const char* last_load_to = nullptr;
 };
 
 // What cuTensorMapEncodeTiled makes of its arguments. (NVIDIA's layout is not documented.)
@@ -77,11 +91,20 @@ struct Warpgroup {
   int groups = 0;                 // of them, committed
   int registers = 0;              // of a thread; 0: as at the start
   int wanted = 0;                 // setmaxnreg_inc() waits for so many
+  int agent = -1;                 // for the checker
 };
 
 struct NamedBarrier {
   int threads = 0, arrived = 0;
   std::vector<Fiber*> waiting;
+  std::shared_ptr<Past> released; // for the checker: what has been handed to it
+};
+
+struct Stores {                   // of one thread, for the checker
+  int reads = -1, writes = -1;    // the agents that do both
+  uint32_t last = 0, waited = 0;  // group; of which it knows that shared memory has been read
+  const void* pc = nullptr;       // of the last one
+  const char* from = nullptr;
 };
 
 struct Engines {                  // of one block
@@ -89,6 +112,8 @@ struct Engines {                  // of one block
   std::deque<BulkCopy> copies;                      // under way, in the order of their start
   std::vector<Warpgroup> warpgroups;
   NamedBarrier named_barriers[NAMED_BARRIERS];
+  int agents = 0;                                   // for the checker
+  std::map<int, Stores> stores;                     // the same, by thread
 };
 Engines& engines_of(Worker& w);   // from their first use in a block on
 
@@ -96,7 +121,30 @@ Engines& engines_of(Worker& w);   // from their first use in a block on
 Mbarrier& mbarrier_at(const uint64_t* barrier, const char* name, Site site);
 void bytes_have_come(Mbarrier& m, size_t bytes);
 
+// tma.cpp: f(shared, global, skip, count) for each 16 bytes of a box
+void each_chunk_of(const Worker& w, const BulkCopy& c,
+                   const std::function<void(char*, char*, size_t, size_t)>& f);
+
+// wgmma.cpp: f(offset) for each 16 bytes of so many rows of an operand
+void each_operand_chunk(uint64_t descriptor, bool mn_major, int first, int rows,
+                        const std::function<void(size_t)>& f);
+
 // warpgroup.cpp: act runs once, when all 128 threads have come
 void warpgroup_together(const char* name, void* operands, Site site, void (*act)(Worker&, Warpgroup&));
+
+// engine_checks.cpp: in checked launches
+void mbarrier_initialised(Mbarrier& m, const void* pc);
+void mbarrier_used(const Mbarrier& m, const void* pc);
+void fence_mbarriers(Fiber& f);
+void arrived(Mbarrier& m, Fiber& f);
+void phase_completed(Mbarrier& m);
+void waited(Mbarrier& m, Fiber& f);
+void load_started(BulkCopy& c);
+void load_came_late(const BulkCopy& c);
+void store_started(BulkCopy& c);
+void stores_waited_for(Fiber& f, int groups_left, bool read_only);
+void fence_registers(Fiber& f);
+void product_started(Worker& w, Warpgroup& g, const Wgmma& p, const uint32_t* const* A_registers);
+void products_waited_for(Worker& w, const Warpgroup& g, int groups);
 
 }  // namespace sim

@@ -42,6 +42,7 @@ static void complete_if_all_is_there(Mbarrier& m) {
   if (m.missing || m.bytes) return;
   m.phase++;
   m.missing = m.arrivals;
+  if (worker->launch->checked) phase_completed(m);
   std::vector<Fiber*> all;
   all.swap(m.waiting);
   for (Fiber* f : all) wake(f);
@@ -63,6 +64,7 @@ extern "C" void sim_mbarrier_init(uint64_t* barrier, int arrivals, const char* f
   m.offset = offset;
   m.arrivals = m.missing = arrivals;
   m.site = site;
+  if (worker->launch->checked) mbarrier_initialised(m, __builtin_return_address(0));
   *barrier = uint64_t(arrivals);
 }
 
@@ -77,6 +79,10 @@ extern "C" void sim_mbarrier_arrive(const char* name, uint64_t* barrier, int byt
     fail(std::string(name) + ": of the " + std::to_string(m.arrivals) + " arrivals of " +
              shared_element(*worker, m.offset) + " all have been made in this phase, which waits for " +
              std::to_string(m.bytes) + " bytes", site);
+  if (worker->launch->checked) {
+    mbarrier_used(m, __builtin_return_address(0));
+    arrived(m, *worker->current);
+  }
   m.bytes += bytes;
   m.missing--;
   complete_if_all_is_there(m);
@@ -84,11 +90,13 @@ extern "C" void sim_mbarrier_arrive(const char* name, uint64_t* barrier, int byt
 
 static bool is_complete(const Mbarrier& m, int parity) { return (m.phase & 1) != unsigned(parity); }
 
-static Mbarrier& tested(const char* name, uint64_t* barrier, int parity, Site site) {
+static Mbarrier& tested(const char* name, uint64_t* barrier, int parity, Site site, const void* pc) {
   if (interrupted()) fail(why_interrupted(), site);
   if (parity != 0 && parity != 1)
     fail(std::string(name) + ": a parity of " + std::to_string(parity) + "; 0 and 1 are possible", site);
-  return mbarrier_at(barrier, name, site);
+  Mbarrier& m = mbarrier_at(barrier, name, site);
+  if (worker->launch->checked) mbarrier_used(m, pc);
+  return m;
 }
 
 static void wait(Mbarrier& m, int parity, const char* name, Site site) {
@@ -99,11 +107,13 @@ static void wait(Mbarrier& m, int parity, const char* name, Site site) {
     f.parity = parity;
     wait_until_woken(State::AT_MBARRIER, name, site);
   }
+  if (worker->launch->checked) waited(m, f);
 }
 
 extern "C" void sim_mbarrier_wait(uint64_t* barrier, int parity, const char* file, int line) {
   const Site site{file, line};
-  wait(tested("mbarrier_wait()", barrier, parity, site), parity, "mbarrier_wait()", site);
+  const char* name = "mbarrier_wait()";
+  wait(tested(name, barrier, parity, site, __builtin_return_address(0)), parity, name, site);
 }
 
 // A thread that asks again and again lets others run. When all that can run do nothing else, nothing more
@@ -111,18 +121,25 @@ extern "C" void sim_mbarrier_wait(uint64_t* barrier, int parity, const char* fil
 extern "C" bool sim_mbarrier_test(uint64_t* barrier, int parity, const char* file, int line) {
   const Site site{file, line};
   Worker& w = *worker;
-  Mbarrier& m = tested("mbarrier_test()", barrier, parity, site);
+  const char* name = "mbarrier_test()";
+  Mbarrier& m = tested(name, barrier, parity, site, __builtin_return_address(0));
   if (is_complete(m, parity)) {
     w.vain_tests = 0;
-  } else if (w.vain_tests++ < MOST_VAIN_TESTS * (w.ready.size() + 1)) {
-    sim_yield();
-  } else {
-    wait(m, parity, "mbarrier_test()", site);
+    if (w.launch->checked) waited(m, *w.current);
+    return true;
   }
-  return is_complete(m, parity);
+  if (w.vain_tests++ < MOST_VAIN_TESTS * (w.ready.size() + 1)) {
+    sim_yield();
+    return false;
+  }
+  wait(m, parity, name, site);
+  return true;
 }
 
-extern "C" void sim_fence_mbarrier_init() {}
+extern "C" void sim_fence_mbarrier_init() {
+  Worker& w = *worker;
+  if (w.launch->checked && w.engines) fence_mbarriers(*w.current);
+}
 
 // Where a thread waits, and for what
 std::string describe_mbarrier(const Worker& w, const Fiber& waits) {

@@ -6,11 +6,11 @@
 namespace sim {
 
 // Does the thread know that everybody's work of that time is done?
-static bool is_past(const Fiber& f, const Lanes& l) {
+static bool is_past(const Agent& f, const Lanes& l) {
   return l.block == worker->block && l.time <= f.past->all_until;
 }
 
-static void check_race_with(const Lanes& l, const Fiber& f, int access, int array, uint64_t offset,
+static void check_race_with(const Lanes& l, const Agent& f, int access, int array, uint64_t offset,
                             size_t bytes) {
   if (!l.lanes || is_past(f, l)) return;
   for (unsigned lanes = l.lanes; lanes; lanes &= lanes - 1) {
@@ -30,7 +30,7 @@ static void found_race_with_source(int access, int array, uint64_t offset, size_
                           number_of(c.pc, array, Kind::SOURCE));
 }
 
-static void check_races(const Cell& c, const Fiber& f, int access, int array, uint64_t offset, size_t bytes) {
+static void check_races(const Cell& c, const Agent& f, int access, int array, uint64_t offset, size_t bytes) {
   const Kind kind = checker->accesses[access].kind;
   if (c.copying) {
     const unsigned thread = c.write.warp * WARP_SIZE + __builtin_ctz(c.write.lanes);
@@ -38,14 +38,14 @@ static void check_races(const Cell& c, const Fiber& f, int access, int array, ui
   } else {
     check_race_with(c.write, f, access, array, offset, bytes);
   }
-  if (c.sources && kind != Kind::READ) found_race_with_source(access, array, offset, bytes);
+  if (c.sources && !is_read(kind)) found_race_with_source(access, array, offset, bytes);
   if (!is_atomic(kind))
     for (const Lanes& l : c.atomics) check_race_with(l, f, access, array, offset, bytes);
-  if (kind != Kind::READ)
+  if (!is_read(kind))
     for (const Lanes& l : c.reads) check_race_with(l, f, access, array, offset, bytes);
 }
 
-template <size_t size> static void note(Lanes (&done)[size], const Fiber& f, uint16_t access) {
+template <size_t size> static void note(Lanes (&done)[size], const Agent& f, uint16_t access) {
   const uint32_t block = worker->block;
   const unsigned lane = 1u << f.lane;
   Lanes *place = nullptr, *own = nullptr;
@@ -63,7 +63,7 @@ template <size_t size> static void note(Lanes (&done)[size], const Fiber& f, uin
   *place = {lane, f.now, block, uint16_t(f.warp), access};
 }
 
-static void note_write(Cell& c, const Fiber& f, uint16_t access, size_t bytes) {
+static void note_write(Cell& c, const Agent& f, uint16_t access, size_t bytes) {
   c.write = {1u << f.lane, f.now, worker->block, uint16_t(f.warp), access};
   c.bytes = uint8_t(bytes);
   for (Lanes& l : c.reads) l.lanes = 0;
@@ -100,14 +100,14 @@ static bool lacks_a_part(const Memory& m, size_t first, size_t last, size_t byte
   return !as_in_a_struct && (lacking[0] + lacking[1]) << m.shift >= 4;
 }
 
-void check_cells(const Fiber& f, Memory& m, int array, uint16_t access, uint64_t offset, size_t bytes,
+void check_cells(const Agent& f, Memory& m, int array, uint16_t access, uint64_t offset, size_t bytes,
                  bool all_written) {
   const Kind kind = checker->accesses[access].kind;
   const uint32_t epoch = array == SHARED ? worker->epoch : checker->launch;
   Traffic* traffic = array == SHARED ? nullptr : &checker->kernel->traffic[array];
   Counters* counters = array == SHARED ? nullptr : &counters_of(access, m);
   const size_t first = offset >> m.shift, last = (offset + bytes - 1) >> m.shift;
-  const bool needs_value = kind == Kind::READ || kind == Kind::ATOMIC;
+  const bool needs_value = is_read(kind) || kind == Kind::ATOMIC;
   size_t initialised = 0;
   for (size_t i = first; i <= last; i++) {
     Cell& c = m.cells[i];
@@ -125,12 +125,12 @@ void check_cells(const Fiber& f, Memory& m, int array, uint16_t access, uint64_t
       if (traffic && !c.read) traffic->unique_read += m.granule();
       c.read = true;
     }
-    if (kind != Kind::READ) {
+    if (!is_read(kind)) {
       if (traffic && !c.written) traffic->unique_written += m.granule();
       c.written = true;
       m.state[i] |= Memory::INITIALISED;
     }
-    if (kind == Kind::READ) note(c.reads, f, access);
+    if (is_read(kind)) note(c.reads, f, access);
     else if (is_atomic(kind)) note(c.atomics, f, access);
     else note_write(c, f, access, bytes);
   }

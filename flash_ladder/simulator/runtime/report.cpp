@@ -42,6 +42,9 @@ static std::string json(Kind kind) {
   return json(kind == Kind::READ     ? "read"
               : kind == Kind::COPY   ? "copy"
               : kind == Kind::SOURCE ? "source"
+              : kind == Kind::TMA_WRITE ? "tma write"
+              : kind == Kind::TMA_READ ? "tma read"
+              : kind == Kind::WGMMA ? "wgmma"
                                      : "write");
 }
 

@@ -44,6 +44,12 @@ constexpr int WARP_SIZE = 32;
 struct Past;               // checker.h
 struct Memory;
 struct Engines;            // engines.h
+
+struct Registers {         // of one thread, an operand of wgmma
+  const char* start;
+  size_t bytes;
+  bool touched;            // since the last wgmma_fence()
+};
 using Pasts = std::map<uint32_t, std::shared_ptr<const Past>>;   // by block
 
 enum class State {
@@ -62,12 +68,18 @@ struct Copy {              // an asynchronous one, to shared memory
   bool landed;
 };
 
-struct Fiber {             // one CUDA thread
+// Who works, as the checker sees it: a thread, or an engine in a thread's name (engine_checks.cpp).
+struct Agent {
+  int number = 0;          // of a thread within the block: x fastest, then y, then z
+  int warp = 0, lane = 0;
+  uint32_t now = 1;        // its time
+  std::shared_ptr<const Past> past;   // what it knows of the others
+};
+
+struct Fiber : Agent {     // one CUDA thread
   void* stack_pointer = nullptr;
   char* stack = nullptr;   // its lowest address
   uint3 thread_index{};
-  int number = 0;          // within the block: x fastest, then y, then z
-  int warp = 0, lane = 0;
   State state = State::READY;
   const char* waits_for = "";
   Site site;               // where it waits
@@ -77,15 +89,17 @@ struct Fiber {             // one CUDA thread
   const void* waits_at = nullptr; // an Mbarrier, for a phase of this parity; or a NamedBarrier
   int parity = 0;
 
-  // For the checker: its time, that of its last access, what it knows of the others, and what its fences and
-  // atomics have passed on
-  uint32_t now = 1, worked = 0;
-  std::shared_ptr<const Past> past;
+  // For the checker: the time of its last access, and what its fences and atomics have passed on
+  uint32_t worked = 0;
   std::shared_ptr<const Pasts> released, released_in_block, to_acquire;
 
   // What it has stored last, looked at when it has been, and the number of that access
   const char* stored = nullptr;
   uint16_t stored_bytes = 0, stored_access = 0;
+
+  // Arrays that it has given wgmma as registers; and whether wgmma_fence() has come since the kernel's start
+  std::vector<Registers> registers;
+  bool has_fenced_registers = false;
 };
 
 struct Barrier {           // __syncthreads: all threads of the block that have not exited
@@ -133,7 +147,7 @@ struct Worker {            // a block that runs, and what it runs on
   int alive = 0;                  // threads that have not returned
   void* scheduler_stack_pointer = nullptr;
   size_t vain_yields = 0;         // since one of its threads has done something else
-  size_t vain_tests = 0;          // of mbarriers, likewise
+  size_t vain_tests = 0;          // of mbarriers, since one of its threads has done something else
   bool set_aside = false;         // all of them wait for another block, as it seems
 
   char* shared = nullptr;         // the block's shared memory

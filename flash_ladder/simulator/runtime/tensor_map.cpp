@@ -31,7 +31,8 @@ static std::string wrong_map(const CUtensorMap* map, int element, uint32_t rank,
   if (reinterpret_cast<uintptr_t>(address) % 16) return "the tensor must start at a multiple of 16 bytes";
   if (interleave) return "interleaved layouts are not simulated";
   for (uint32_t i = 0; i < rank; i++) {
-    if (!sizes[i] || sizes[i] > uint64_t(1) << 32) return number("size", i, sizes[i]) + "1 to 2^32 is possible";
+    if (!sizes[i] || sizes[i] > uint64_t(1) << 32)
+      return number("size", i, sizes[i]) + "1 to 2^32 is possible";
     if (i && (strides[i - 1] % 16 || strides[i - 1] >= uint64_t(1) << 40))
       return number("stride", i - 1, strides[i - 1]) + "a multiple of 16 bytes below 2^40 is possible";
     if (!box[i] || box[i] > 256) return number("box", i, box[i]) + "1 to 256 is possible";

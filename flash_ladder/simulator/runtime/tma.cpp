@@ -1,7 +1,7 @@
 // The copy engine (TMA): boxes of tensors to shared memory and back, and sums into global memory. One thread
 // asks, the engine does the rest at any time. (PTX ISA, "Data Movement and Conversion Instructions:
-// cp.async.bulk.tensor", "cp.reduce.async.bulk", "cp.async.bulk.wait_group"; of the swizzle "Tensors: Swizzling
-// Modes".)
+// cp.async.bulk.tensor", "cp.reduce.async.bulk", "cp.async.bulk.wait_group"; of the swizzle "Tensors:
+// Swizzling Modes".)
 #include <algorithm>
 #include <cstring>
 
@@ -44,6 +44,11 @@ template <class F> static void each_chunk(const Worker& w, const BulkCopy& c, F 
   }
 }
 
+void each_chunk_of(const Worker& w, const BulkCopy& c,
+                   const std::function<void(char*, char*, size_t, size_t)>& f) {
+  each_chunk(w, c, f);
+}
+
 static void add_floats(char* to, const char* from, size_t bytes) {
   for (size_t i = 0; i < bytes; i += sizeof(float)) {
     auto* p = reinterpret_cast<uint32_t*>(to + i);
@@ -65,6 +70,7 @@ static void load(Worker& w, BulkCopy& c) {
     memcpy(shared + skip, global, count);
   });
   c.done = true;
+  if (w.launch->checked && c.mbarrier->phase != c.phase) load_came_late(c);
   bytes_have_come(*c.mbarrier, c.bytes);
 }
 
@@ -156,6 +162,10 @@ static void check_shared(const char* p, size_t bytes, size_t alignment, const ch
 
 static void start(BulkCopy&& copy) {
   Worker& w = *worker;
+  if (w.launch->checked) {
+    if (copy.kind == Bulk::LOAD) load_started(copy);
+    else store_started(copy);
+  }
   Engines& e = engines_of(w);
   e.copies.push_back(std::move(copy));
   const bool now = w.copies_land == CopiesLand::EARLY ||
@@ -234,12 +244,19 @@ extern "C" void sim_bulk_wait(int groups_left, bool read_only) {
       land(w, i);
     }
   }
+  if (w.launch->checked) stores_waited_for(*w.current, groups_left, read_only);
 }
 
 extern "C" void sim_prefetch_map(const CUtensorMap* map, const char* file, int line) {
   valid_map(map, "prefetch_map()", {file, line});
 }
 
-extern "C" void sim_fence_proxy_async() {}
+// What this thread has written, and what it knows of others', engines see from now on.
+extern "C" void sim_fence_proxy_async() {
+  Worker& w = *worker;
+  if (!w.launch->checked) return;
+  fence_proxy(*w.current);
+  if (w.engines) fence_mbarriers(*w.current);
+}
 
 }  // namespace sim

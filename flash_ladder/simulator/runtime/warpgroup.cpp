@@ -1,6 +1,6 @@
-// What the 128 threads of a warpgroup do together, and what else four warps have beside each other: registers
-// that move between warpgroups, and barriers with a number. (PTX ISA, "Miscellaneous Instructions: setmaxnreg",
-// "Parallel Synchronization and Communication Instructions: bar".)
+// What the 128 threads of a warpgroup do together; registers that move between warpgroups; barriers with a
+// number. (PTX ISA, "Miscellaneous Instructions: setmaxnreg", "Parallel Synchronization and Communication
+// Instructions: bar".)
 #include <algorithm>
 #include <cstring>
 
@@ -40,6 +40,9 @@ void warpgroup_together(const char* name, void* operands, Site site, void (*act)
   g.operands[self.number - first] = operands;
   if (++g.arrived < WARPGROUP_SIZE) return wait_until_woken(State::AT_WARPGROUP_OPERATION, name, site);
   if (act) act(w, g);
+  if (w.launch->checked)
+    for (size_t warp = first / WARP_SIZE; warp < (first + WARPGROUP_SIZE) / WARP_SIZE; warp++)
+      flush_requests(int(warp));
   g.arrived = 0;
   wake_all(w, &self);
 }
@@ -108,11 +111,16 @@ extern "C" void sim_named_barrier(const char* name, int id, int threads, bool wa
     wrong("barrier " + std::to_string(id) + " for " + std::to_string(threads) +
           " threads; others have come to it for " + std::to_string(b.threads));
   b.threads = threads;
+  if (w.launch->checked) hand_over(b.released, *w.current);
   if (++b.arrived == threads) {
     b.arrived = 0;
     std::vector<Fiber*> all;
     all.swap(b.waiting);
     for (Fiber* f : all) wake(f);
+    if (!w.launch->checked) return;
+    const std::shared_ptr<const Past> known = std::make_shared<Past>(*b.released);
+    if (waits) take_over(*w.current, known);
+    for (Fiber* f : all) take_over(*f, known);
   } else if (waits) {
     b.waiting.push_back(w.current);
     w.current->waits_at = &b;

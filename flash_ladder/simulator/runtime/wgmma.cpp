@@ -1,7 +1,7 @@
-// Products of a warpgroup: D += A B, 64 x n += 64 x 16 times 16 x n, asynchronously, B and mostly A from shared
-// memory. (PTX ISA, "Asynchronous Warpgroup Level Matrix Instructions": of the layouts "Shared Memory Matrix
-// Layout", "Strides" and "Matrix Descriptor Format", of D and of A in registers "Register Fragments for
-// wgmma.mma_async.m64nNk16".)
+// Products of a warpgroup: D += A B, 64 x n += 64 x 16 times 16 x n, asynchronously, B and mostly A from
+// shared memory. (PTX ISA, "Asynchronous Warpgroup Level Matrix Instructions": of the layouts "Shared Memory
+// Matrix Layout", "Strides" and "Matrix Descriptor Format", of D and of A in registers "Register Fragments
+// for wgmma.mma_async.m64nNk16".)
 #include <cstring>
 #include <memory>
 
@@ -29,7 +29,7 @@ struct Descriptor {
 
   // The chunk with element (mn, k). K-major: of elements (mn, k) to (mn, k + 7); MN-major: to (mn + 7, k).
   //
-  // With a swizzle the pattern is 8 rows of `pitch` bytes: rows of mn, or of k when MN-major. `stride` leads to
+  // With a swizzle the pattern is 8 rows of `pitch` bytes: rows of mn, or, MN-major, of k. `stride` leads to
   // the next 8 rows, `leading`, when MN-major, to the next `pitch` bytes of a row. Without a swizzle 8 chunks
   // make a matrix of 8 x 8, 128 bytes; K-major: `leading` to the next one in k, `stride` in mn; MN-major the
   // other way round.
@@ -59,6 +59,11 @@ template <class F> static void each_chunk(uint64_t d, bool mn_major, int first, 
   const Descriptor descriptor(d);
   for (int mn = first; mn < first + rows; mn += mn_major ? CHUNK : 1)
     for (int k = 0; k < K; k += mn_major ? 1 : CHUNK) f(descriptor.chunk(mn_major, mn, k), mn, k);
+}
+
+void each_operand_chunk(uint64_t descriptor, bool mn_major, int first, int rows,
+                        const std::function<void(size_t)>& f) {
+  each_chunk(descriptor, mn_major, first, rows, [&](size_t offset, int, int) { f(offset); });
 }
 
 static void check_chunks(uint64_t d, bool mn_major, int rows, const char* operand, Site site) {
@@ -103,7 +108,8 @@ template <class Format> static void load_operands(const Worker& w, const Wgmma& 
         two[1] = Format::widen(uint16_t(p.A_registers[thread][i] >> 16));
       }
   else
-    widen_chunks<Format>(w, p.A, p.shape.A_mn_major, M, [&](int row, int k) -> float& { return m.A[row][k]; });
+    widen_chunks<Format>(w, p.A, p.shape.A_mn_major, M,
+                         [&](int row, int k) -> float& { return m.A[row][k]; });
   widen_chunks<Format>(w, p.B, p.shape.B_mn_major, p.shape.n,
                        [&](int col, int k) -> float& { return m.B[k][col]; });
 }
@@ -194,6 +200,11 @@ static void start_product(Worker& w, Warpgroup& g) {
   }
   if (!p.A_in_registers) check_chunks(p.A, p.shape.A_mn_major, M, "A", p.site);
   check_chunks(p.B, p.shape.B_mn_major, p.shape.n, "B", p.site);
+  if (w.launch->checked) {
+    const uint32_t* A_registers[WARPGROUP_SIZE];
+    for (int i = 0; i < WARPGROUP_SIZE; i++) A_registers[i] = all[i]->A_registers;
+    product_started(w, g, p, A_registers);
+  }
   if (w.copies_land == CopiesLand::EARLY) do_products(w, g, 1);
   if (w.copies_land == CopiesLand::RANDOM) multiply_some_of(w, g);
 }
@@ -205,6 +216,7 @@ extern "C" void sim_wgmma(const WgmmaShape* shape, float* D, const uint32_t* A_r
 }
 
 extern "C" void sim_wgmma_fence(const char* file, int line) {
+  if (worker->launch->checked) fence_registers(*worker->current);
   warpgroup_together("wgmma_fence()", nullptr, {file, line}, nullptr);
 }
 
@@ -224,6 +236,7 @@ extern "C" void sim_wgmma_wait(int groups_left, const char* file, int line) {
       }
     do_products(w, g, to_do);
     g.products.erase(g.products.begin(), g.products.begin() + ptrdiff_t(waited_for));
+    if (w.launch->checked) products_waited_for(w, g, g.groups - left);
   });
 }
 

@@ -1,5 +1,5 @@
-// The CPU's side of stages/common/mbarrier.cuh, tma.cuh, wgmma.cuh and warpgroup.cuh: the same functions, done
-// by the run-time library. What each of them means is said there.
+// The CPU's side of stages/common/hopper.cuh, and of wgmma(): the same functions, done by the run-time
+// library. What each of them means is said there, and in wgmma.cuh.
 #pragma once
 #include "ptx.h"
 #include "tensor_map.h"
@@ -38,7 +38,7 @@ void sim_named_barrier(const char* name, int id, int threads, bool waits, const 
 }
 }  // namespace sim
 
-// -------------------------------------------------------------------------------- mbarrier.cuh
+// -------------------------------------------------------------------------------- mbarriers
 SIM_ALWAYS_INLINE void mbarrier_init(uint64_t* barrier, int arrivals, SIM_SITE) {
   sim::sim_mbarrier_init(barrier, arrivals, file, line);
 }
@@ -56,7 +56,7 @@ SIM_ALWAYS_INLINE void mbarrier_wait(uint64_t* barrier, int parity, SIM_SITE) {
   sim::sim_mbarrier_wait(barrier, parity, file, line);
 }
 
-// -------------------------------------------------------------------------------- tma.cuh
+// -------------------------------------------------------------------------------- copies
 SIM_ALWAYS_INLINE void tma_load(void* to, const CUtensorMap& map, uint64_t* barrier, int col, int row,
                                 int head, int batch, SIM_SITE) {
   const int corner[] = {col, row, head, batch};
@@ -76,7 +76,7 @@ template <int groups_left> inline void bulk_wait_read() { sim::sim_bulk_wait(gro
 inline void prefetch_map(const CUtensorMap& map, SIM_SITE) { sim::sim_prefetch_map(&map, file, line); }
 inline void fence_proxy_async() { sim::sim_fence_proxy_async(); }
 
-// -------------------------------------------------------------------------------- wgmma.cuh
+// -------------------------------------------------------------------------------- products
 #ifdef ELEMENT
 template <bool A_mn_major = false, bool B_mn_major = false, int n_tiles>
 SIM_ALWAYS_INLINE void wgmma(float (&D)[n_tiles][4], uint64_t A, uint64_t B, bool accumulate = true,
@@ -98,7 +98,7 @@ inline void wgmma_fence(SIM_SITE) { sim::sim_wgmma_fence(file, line); }
 inline void wgmma_commit(SIM_SITE) { sim::sim_wgmma_commit(file, line); }
 template <int groups_left> inline void wgmma_wait(SIM_SITE) { sim::sim_wgmma_wait(groups_left, file, line); }
 
-// -------------------------------------------------------------------------------- warpgroup.cuh
+// -------------------------------------------------------------------------------- warpgroups
 template <int registers> inline void setmaxnreg_inc(SIM_SITE) {
   static_assert(registers % 8 == 0 && registers >= 24 && registers <= 256,
                 "setmaxnreg takes a multiple of 8, from 24 to 256");
