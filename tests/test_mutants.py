@@ -527,7 +527,8 @@ def test_mutants_of_hoppers_instructions(tmp_path):
         (7, "wgmma_wait<1> for one group less"), (8, "mbarrier_arrive removed"),
         (9, "named_barrier_sync removed"), (9, "named_barrier_sync a statement later"),
         (9, "named_barrier_sync a statement earlier"),
-        (11, "mbarrier_wait removed"), (12, "mbarrier_wait removed"), (12, "mbarrier_wait a statement earlier")]
+        (11, "mbarrier_wait removed"), (12, "mbarrier_wait removed"),
+        (12, "mbarrier_wait a statement earlier")]
     for mutant in source.mutants:
         assert len([kind for kind in mutants.KINDS.values() if re.fullmatch(kind, mutant.change)]) == 1
     assert "wgmma_wait<1 + 1>();" in source.mutated().splitlines()[6]
