@@ -29,7 +29,7 @@
 //   - O leaves through the warp's own rows of Q_smem, so that rows go to HBM in 16-byte stores. The division
 //     by l is the fast one.
 //
-// Changed from wide_warps: these. And it takes a sink, dropout (common/drop.cuh: eight elements of a lane
+// Changed from wide_warps: these. And it takes a sink, dropout (common/drop.cuh: sixteen elements of a lane
 // share four random words) and a V of d_v < d columns, as the fp32 stages do from flash2 on. K and V may be a
 // cache, of which each batch element has as many keys as seqlens_k says, and which may lie in pages: then up
 // to 44 bytes a thread are spilled. And it takes packed sequences, then up to 16 are. With what these need
@@ -171,8 +171,7 @@ __global__ void __launch_bounds__(threads, blocks_per_sm) forward_kernel(FwdPara
         for_row(O_reg[r / 2], r % 2, [&](float& x) { x *= alpha; });     // line 10: e^(m - m_new) O
       }
 
-      #pragma unroll
-      for (int s = 0; DROPOUT && s < strips; s++) drop(S_reg[s], mask, warp_row + 16 * s, j * Bc);
+      if (DROPOUT) drop(S_reg, mask, warp_row, j * Bc);
 
       #pragma unroll
       for (int k = 0; k < Bc / 16; k++) {                                // line 10: + P~_ij V_j

@@ -40,16 +40,20 @@ def _product(a, x):
     return middle >> 16, ((middle & 0xFFFF) << 16) | (lower & 0xFFFF)
 
 
+MADE = 0xCD9E8D57   # c, of a word c x + y that is made of two others
+
+
 def expected_keep(seed, B, H, N_q, N_k, p):
     """(B, H, N_q, N_k), as stages/common/dropout.cuh defines it."""
     head = torch.arange(B * H).view(B, H, 1, 1)
     row, col = torch.arange(N_q).view(-1, 1), torch.arange(N_k)
     zero = torch.zeros_like(head)
-    words = philox((head, col // 32 * 8 + col % 8, zero, row // 16 * 8 + row % 8),
+    words = philox((head, col // 32 * 8 + col % 8, zero, row // 32 * 8 + row % 8),
                    (seed & 0xFFFFFFFF, seed >> 32 & 0xFFFFFFFF))
     words = torch.stack(torch.broadcast_tensors(*words))
     which = (row // 8 % 2 * 2 + col // 16 % 2).expand(1, B, H, N_q, N_k)
-    word = words.gather(0, which)[0]
+    x, y = words.gather(0, which)[0], words.gather(0, (which + 1) % 4)[0]
+    word = torch.where(row // 16 % 2 > 0, _product(MADE, x)[1] + y & 0xFFFFFFFF, x)
     bits = torch.where(col // 8 % 2 > 0, word >> 16, word & 0xFFFF)
     less = (bits & 0x7FFF) < round(min(p, 1 - p) * 32768)
     return torch.where(less == (p <= 0.5), 0.0, 1 / (1 - p)).double()
@@ -103,12 +107,14 @@ def read_back(B, H, N_q, N_k, p, device, stage, **tiles):
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("stage", FWD, ids=lambda s: s.name)
 def test_stages_drop_the_same(stage, device, monkeypatch):
-    """The mask read back is the one that the seed stands for, with other tiles, too."""
+    """The mask read back is the one that the seed stands for, with other tiles and another p, too."""
     seed = held(monkeypatch)
-    B, H, N_q, N_k, p = 2, 3, 45, 85, 0.3
-    expected = expected_keep(seed, B, H, N_q, N_k, p)
-    for tiles in ({}, {"Br": 32, "Bc": 32}) if stage.default or stage.name == "flash2" else ({},):
-        found = read_back(B, H, N_q, N_k, p, device, stage.name, **tiles)
+    B, H, N_q, N_k = 2, 3, 45, 85
+    small, wide_warps = {"Br": 32, "Bc": 32}, {"Br": 128, "Bc": 64}
+    tiles = {"flash2": [small], "fp32_tuned": [small], "ampere_tuned": [small, wide_warps]}
+    for p, options in [(0.3, {}), (0.85, {}), *((0.3, x) for x in tiles.get(stage.name, []))]:
+        expected = expected_keep(seed, B, H, N_q, N_k, p)
+        found = read_back(B, H, N_q, N_k, p, device, stage.name, **options)
         assert torch.equal(found > 0, expected > 0)
         torch.testing.assert_close(found, expected, rtol=1e-2, atol=1e-6)
 
@@ -123,7 +129,7 @@ def test_a_tile_of_80_keys(device, monkeypatch):
 
 @pytest.mark.parametrize("p", [0.1, 0.5])
 def test_rate_and_independence(p):
-    """Within four standard deviations: of elements, of neighbours in a row, a column, a group of 8, heads,
+    """Within four standard deviations: of elements, of neighbours in a row, a column, a group, heads,
     batch elements and seeds."""
     torch.manual_seed(1)
     keep, other = ((read_back(2, 2, 160, 160, p, "cpu", "flash2") > 0).double() for _ in range(2))
@@ -131,10 +137,39 @@ def test_rate_and_independence(p):
     assert abs(keep.mean() - (1 - p)) < 4 * math.sqrt(p * (1 - p) / n)
     x, y = keep - keep.mean(), other - other.mean()
     for a, b in [(x, y), (x[0], x[1]), (x[:, 0], x[:, 1]),
-                 *((x[..., step:], x[..., :-step]) for step in (1, 2, 8, 16, 32)),
-                 *((x[..., step:, :], x[..., :-step, :]) for step in (1, 2, 8, 16))]:
+                 *((x[..., step:], x[..., :-step]) for step in (1, 2, 8, 16, 24, 32)),
+                 *((x[..., step:, :], x[..., :-step, :]) for step in (1, 2, 8, 16, 24, 32))]:
         correlation = (a * b).mean() / (p * (1 - p))
         assert abs(correlation) < 4.5 / math.sqrt(a.numel())
+
+
+@pytest.mark.parametrize("p", [0.1, 0.5])
+def test_a_group_of_sixteen(p):
+    """Its rate is p at each of 16 places, and no two elements are correlated, nor three, nor a row's or a
+    column's four."""
+    keep = expected_keep(0x3243F6A8885A308D, 1, 4, 1024, 1024, p) > 0
+    rate = round(p * 32768) / 32768
+    x = (keep.double() - (1 - rate)) / math.sqrt(rate * (1 - rate))
+    x = x.view(4, 32, 4, 8, 32, 4, 8).permute(2, 5, 0, 1, 3, 4, 6).flatten(2).flatten(0, 1)
+    n = x.shape[1]
+    assert (x.mean(1).abs() < 4.5 / math.sqrt(n)).all()
+    for a in range(16):
+        assert ((x[a] * x[a + 1:]).mean(1).abs() < 5 / math.sqrt(n)).all()
+        of_three = (x[a] * x) @ x.T / n
+        assert (of_three[a + 1:, a + 1:].triu(1).abs() < 5.5 / math.sqrt(n)).all()
+    for axis in range(2):
+        assert (x.view(4, 4, n).prod(axis).mean(1).abs() < 4.5 / math.sqrt(n)).all()
+
+
+@pytest.mark.parametrize("p", [0.05, 0.1, 0.2, 0.5])
+def test_three_that_depend(p):
+    """x, y and c x + y, their lower halves: the correlation of three, of all 2^32 pairs of x and y."""
+    dropped = (torch.arange(65536) & 0x7FFF) < round(p * 32768)
+    both = torch.fft.rfft(dropped.double())
+    both = torch.fft.irfft(both * both.conj()).round()        # for how many y are y and y + shift dropped?
+    rate = dropped.double().mean()
+    all_three = both[MADE * dropped.nonzero() % 65536].sum() / 2.0**32
+    assert abs(all_three - rate**3) < 1e-4 * (rate * (1 - rate))**1.5
 
 
 def test_the_seed_is_torchs():

@@ -18,3 +18,9 @@ __device__ __forceinline__ Work dispatch_order(int tiles, int heads, int heads_t
   const int block = n - first * tiles;
   return {block / together, first + block % together};
 }
+
+// How many heads' K and V, of `row_bytes` a key each, fit in 20 MB: at least those that share one. (L2 has 50
+// MB on an H100 and an H200, in two halves.)
+__device__ __forceinline__ int heads_in_L2(int N_k, int row_bytes, int group) {
+  return max(1, int(20000000 / (2 * (int64_t)N_k * row_bytes))) * group;
+}

@@ -19,6 +19,11 @@
 // the products (C7510 and its like), and they are synchronous.
 #pragma once
 #include "hopper.cuh"
+#include "mma.cuh"
+
+// This warp's number. That it is the same in all lanes the compiler knows after a shuffle only: then what is
+// worked out from it, as descriptors are, is worked out once a warp.
+__device__ __forceinline__ int warp_index() { return __shfl_sync(0xffffffff, threadIdx.x / 32, 0); }
 
 // Where a matrix lies in shared memory: a descriptor of 64 bits, for tiles as TMA brings them, with the
 // 128-byte swizzle (common/tma.cuh).
@@ -35,19 +40,31 @@
 //     The next 16 of k are 32 bytes further on in the same rows; after 64 of them comes the next panel.
 //   MN-major: rows of the tile are k (V in P V). SBO: to the next 8 of k, 1024. LBO: to the next 64 of n,
 //     which are in the next panel. The next 16 of k are 2048 bytes further on.
-__device__ __forceinline__ uint64_t matrix_descriptor(uint32_t address, int leading_bytes) {
-  return uint64_t(address >> 4) | uint64_t(leading_bytes >> 4) << 16 | uint64_t(1024 >> 4) << 32 |
-         uint64_t(1) << 62;
+// The upper half is the same for all. So a tile is known by the lower half, in units of 16 bytes: to go n
+// bytes further, n / 16 is added to it, which is one instruction.
+__device__ __forceinline__ uint32_t matrix_at(const ELEMENT* tile, int leading_bytes = 16) {
+  return shared_address(tile) >> 4 | leading_bytes >> 4 << 16;
+}
+
+__device__ __forceinline__ uint64_t descriptor(uint32_t matrix) {
+  return uint64_t(1024 >> 4 | 1 << 30) << 32 | matrix;
 }
 
 // Columns 16 k to 16 k + 15 of a tile of tile_rows rows, in panels of 64 columns: A, or B^T
-__device__ __forceinline__ uint64_t K_major(uint32_t tile, int k, int tile_rows) {
-  return matrix_descriptor(tile + k / 4 * 128 * tile_rows + k % 4 * 32, 16);
+__device__ __forceinline__ uint64_t K_major(uint32_t matrix, int k, int tile_rows) {
+  return descriptor(matrix + (k / 4 * 128 * tile_rows + k % 4 * 32) / 16);
 }
 
-// Rows 16 k to 16 k + 15 of such a tile: B, or A^T
-__device__ __forceinline__ uint64_t MN_major(uint32_t tile, int k, int tile_rows) {
-  return matrix_descriptor(tile + k * 2048, 128 * tile_rows);
+// Rows 16 k to 16 k + 15 of such a tile, whose leading_bytes are 128 * tile_rows: B, or A^T
+__device__ __forceinline__ uint64_t MN_major(uint32_t matrix, int k) {
+  return descriptor(matrix + k * 2048 / 16);
+}
+
+// All columns of an accumulator, rounded, as operands A (mma.cuh: to_A)
+template <int k_steps, int n_tiles>
+__device__ __forceinline__ void to_A(uint32_t (&A)[k_steps][4], const float (&acc)[n_tiles][4]) {
+  #pragma unroll
+  for (int k = 0; k < k_steps; k++) to_A(A[k], acc, k);
 }
 
 #include "wgmma_widths.cuh"      // wgmma(D, A, B), for each n
