@@ -24,16 +24,17 @@
 namespace sim {
 
 enum class Kind : uint8_t {
-  READ, WRITE, ATOMIC,
+  READ,
+  TMA_READ, WGMMA,             // of shared memory, by the copy engine and by tensor cores
+  WRITE, ATOMIC,
   EXCHANGE,                    // an atomic; it needs no old value
   COPY,                        // a write that is made some time before its thread's wait for it has ended
   SOURCE,                      // the read that goes with it
-  TMA_WRITE, TMA_READ,         // of shared memory, by the copy engine
-  WGMMA                        // a read by tensor cores
+  TMA_WRITE                    // of shared memory, by the copy engine
 };
 
 inline bool is_atomic(Kind kind) { return kind == Kind::ATOMIC || kind == Kind::EXCHANGE; }
-inline bool is_read(Kind kind) { return kind == Kind::READ || kind == Kind::TMA_READ || kind == Kind::WGMMA; }
+inline bool is_read(Kind kind) { return kind <= Kind::WGMMA; }
 
 // -------------------------------------------------------------------------------- clock.cpp
 // A thread's time is a number that grows whenever it synchronises with others. A Past says up to which time
