@@ -189,8 +189,9 @@ void store_started(BulkCopy& c) {
   const Agent writes = engine(number_of_engine(w, stores.writes, *c.fiber), time, past);
   const Kind kind = c.kind == Bulk::ADD ? Kind::ATOMIC : Kind::WRITE;
   Tally from, to;
-  auto chunk = [&](char* shared, char* global, size_t, size_t count) {
-    from.add(check_access(reads, shared, 16, Kind::TMA_READ, c.pc), shared, 16);
+  auto chunk = [&](char* shared, char* global, size_t skip, size_t count) {
+    if (!count) return;            // past the tensor's end: whatever it is, it goes nowhere
+    from.add(check_access(reads, shared + skip, count, Kind::TMA_READ, c.pc), shared + skip, count);
     for (size_t i = 0; i < count; i += kind == Kind::ATOMIC ? 4 : count) {
       const size_t bytes = kind == Kind::ATOMIC ? 4 : count;
       to.add(check_access(writes, global + i, bytes, kind, c.pc), global + i, bytes);
