@@ -53,7 +53,9 @@ void fence(Fiber& f, Scope scope);
 void order_by_atomic(Fiber& f, const void* address);
 void forget_atomics();
 std::shared_ptr<Past> knowledge(const Fiber& f);
+std::shared_ptr<Past> knowledge_in(const Worker& block, const Fiber& f);   // of its cluster
 void hand_over(std::shared_ptr<Past>& to, Fiber& f);
+void hand_over(std::shared_ptr<Past>& to, const Past& known);
 void take_over(Fiber& f, const std::shared_ptr<const Past>& from);
 std::shared_ptr<const Past> common_knowledge(const Fiber* first, size_t count);
 void fence_proxy(Fiber& f);
@@ -87,6 +89,7 @@ struct Memory {
   char* base = nullptr;
   size_t bytes = 0;
   int shift = 2;
+  uint32_t epoch = 0;                     // of shared memory
   std::vector<uint8_t> state;             // of each cell's bytes
   std::unique_ptr<Cell[], FreeCells> cells;
 
