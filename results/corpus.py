@@ -6,7 +6,7 @@ A file is a topic. Its kernels are right; a line "//! buggy: ..." under one of t
 its place in the bug: nothing, if nothing follows. So a bug and its correct twin differ in that line. Before a
 kernel, "//! race <<<1, 64>>>" says what the checker must find in the bug, and how the kernel is launched.
 Kernels have (x, out, count) as arguments: 1000 floats from 1 to 7; 1000 floats to be written; 8 zeros. Where
-others follow in brackets, they have those.
+others follow in brackets, they have those. <<<4, 64, cluster 2>>>: by launch_in_clusters() of the topic.
 """
 
 import argparse
@@ -26,6 +26,7 @@ from compute_sanitizer import TOOLS, says_so  # noqa: E402
 
 FOLDER = ROOT / "tests" / "corpus"
 HEAD = re.compile(r"^//! ([\w ]+?) <<<(.*)>>>(?: (\(.*\)))?\n__global__ void (\w+)\(", re.M)
+CLUSTER = re.compile(r"(.*), cluster (\d+)")            # after the other numbers of a launch
 BUGGY = re.compile(r"^( *)(.*)\n *//! buggy:(.*)$", re.M)
 PLACES = ("bug", "twin")
 SCHEDULES = (("", "late"), ("1", "early"), ("2", "random"))   # FLASH_SIM_SEED, FLASH_SIM_COPIES
@@ -101,12 +102,19 @@ def cases(topic: Path) -> list[Case]:
             for number, (head, end) in enumerate(zip(heads, ends))]
 
 
+def launch_of(case: Case) -> str:
+    """A statement."""
+    if cluster := CLUSTER.fullmatch(case.launch):
+        return f"launch_in_clusters({case.name}, {cluster[2]}, {cluster[1]}, {case.arguments[1:-1]})"
+    return f"{case.name}<<<{case.launch}>>>{case.arguments}"
+
+
 def program(topic: Path, place: str) -> str:
     """The text of a topic's bugs, or of their correct twins, line for line as in its file."""
     text = topic.read_text()
     if place == "bug":
         text = BUGGY.sub(lambda m: f"{m[1]}{m[3].strip()}".rstrip() + "\n", text)
-    launches = [f"    case {c.number}: {c.name}<<<{c.launch}>>>{c.arguments}; break;" for c in cases(topic)]
+    launches = [f"    case {c.number}: {launch_of(c)}; break;" for c in cases(topic)]
     return text + LAUNCHES.format(cases="\n".join(launches)) + PROGRAM
 
 

@@ -28,11 +28,12 @@ INSTRUCTIONS = ("ptx.cuh", "hopper.cuh", "wgmma_widths.cuh")     # thin function
 BOUND = re.compile(r"(?<=[^\s<>=!-] )(<=?|>=?)(?= [^\s<>=])|\bmin\((?=[^)])")
 FIXED = re.compile(r"^\s*#|\bconstexpr\b|\bstatic_assert\b|\btemplate\b|__launch_bounds__|"
                    r"\w<\(|\w<[^;()]* [<>]=? [^;()]*>\(")   # lines
-INCLUDE = re.compile(r'^#include "(?:common/)?(\w+\.cuh)"$', re.M)
+INCLUDE = re.compile(r'^#include "(?:common/)?(\w+\.cuh)"(?: *//.*)?$', re.M)
 # What comes in with mask.cuh, and is not mutated: calls of mutants.py have one of RULES, which run little of
 # it (no lists of tiles, no `a & b` and `a | b`).
 MASKS = ("mask_params.cuh", "rule.cuh", "tile_lists.cuh")
 RULES = ("causal.cuh", "none.cuh")
+BROUGHT = ("tensor.cuh",)        # by flash_fwd.cu and flash_bwd.cu
 # Lines of mask.cuh that only other rules run: those that begin after key 0, are no ranges, or change scores
 OTHER_RULES = re.compile(r"\bt < cut\b|whole_j|p\.mask\.|\bscores &&|has_gradient|unseen_by|first_tile|"
                          r"first_key\(end|is_range\) return t|low < high|min\(row, N_q|side == 0|bits_before|"
@@ -116,6 +117,14 @@ def neighbours(code: str, start: int) -> tuple[int | None, int | None]:
     return before, None if code[after] == "}" else statement_end(code, after)
 
 
+def declares(statement: str, use: str) -> bool:
+    """Whether a statement declares a variable that another one uses."""
+    if not re.match(r"(?:const\s+)?[A-Za-z_][\w:]*[\s*&]+\w+\s*[=({\[;]", statement):
+        return False
+    declared, used = re.findall(r"(\w+)\s*[=({\[]", statement), re.findall(r"\w+", use.split("(", 1)[1])
+    return not set(declared).isdisjoint(used)
+
+
 @dataclass
 class Source:
     """A file and its mutants, numbered from `first` on."""
@@ -154,7 +163,7 @@ class Source:
         if after is not None:
             gone.append(self._new(start, f"{sync[1]} a statement later"))
             self.edits.append((after, after, f" if (MUTANT({gone[-1]})) {sync[0]}"))
-        if before is not None:
+        if before is not None and not declares(code[before:start], sync[0]):
             gone.append(self._new(start, f"{sync[1]} a statement earlier"))
             self.edits.append((before, before, f"if (MUTANT({gone[-1]})) {sync[0]} "))
         weaker = ""
@@ -190,13 +199,14 @@ class Source:
 
 
 def sources(stage: flash.Stage) -> list[Source]:
-    """A stage's file, and those of stages/common that it includes, but for MASKS."""
+    """A stage's file, and those of stages/common that it includes, but for MASKS and BROUGHT."""
     files, waiting = [], [stage.path]
     while waiting:
         file = waiting.pop(0)
         if file not in files:
             files.append(file)
-            waiting += [COMMON / name for name in INCLUDE.findall(file.read_text()) if name not in MASKS]
+            waiting += [COMMON / name for name in INCLUDE.findall(file.read_text())
+                        if name not in (*MASKS, *BROUGHT)]
     found: list[Source] = []
     for file in files:
         found.append(Source(file, 1 + sum(len(source.mutants) for source in found)))
@@ -251,7 +261,8 @@ def schema_of_nvcc(stage: flash.Stage, numbers: Container[int]) -> str:
 
 
 def schema(stage: flash.Stage, head: str = HEAD) -> str:
-    """The text of a stage with all mutants in it, with its includes in place, but for MASKS and MASK_FILE.
+    """The text of a stage with all mutants in it, with its includes in place, but for MASKS, BROUGHT and
+    MASK_FILE.
     head: how it learns which one runs.
 
     (mask.cuh has a guard: flash_fwd.cu and flash_bwd.cu, which include it, do not bring it once more.)

@@ -525,7 +525,10 @@ def test_mutants_of_hoppers_instructions(tmp_path):
         (6, "wgmma_commit a statement earlier"), (7, "wgmma_wait<1> removed"),
         (7, "wgmma_wait<1> a statement later"), (7, "wgmma_wait<1> a statement earlier"),
         (7, "wgmma_wait<1> for one group less"), (8, "mbarrier_arrive removed"),
-        (9, "named_barrier_sync removed"), (9, "named_barrier_sync a statement earlier")]
+        (9, "named_barrier_sync removed"), (9, "named_barrier_sync a statement later"),
+        (9, "named_barrier_sync a statement earlier"),
+        (11, "mbarrier_wait removed"), (12, "mbarrier_wait removed"),
+        (12, "mbarrier_wait a statement earlier")]
     for mutant in source.mutants:
         assert len([kind for kind in mutants.KINDS.values() if re.fullmatch(kind, mutant.change)]) == 1
     assert "wgmma_wait<1 + 1>();" in source.mutated().splitlines()[6]
@@ -542,6 +545,9 @@ __global__ void kernel(uint64_t* full, float (&D)[2][4], uint64_t A, int t) {
   wgmma_wait<1>();
   if (t == 0) mbarrier_arrive(full);
   named_barrier_sync(1, 128);
+  const int s = t % 2, parity = t / 2 % 2;
+  if (t > 0) { const int other = 1 - s; mbarrier_wait(full + other, parity); }
+  if (t == 0) { const int other = 1 - s; mbarrier_wait(full + s, parity); }
 }
 """
 

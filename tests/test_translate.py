@@ -138,6 +138,7 @@ def test_the_text(source, expected):
             "inline PTX cannot run on a CPU: put it between `#ifdef __CUDACC__` and `#else`",
         ),
         ('void k() {\n  __asm__("exit;");\n}', 2, "inline PTX cannot run on a CPU"),
+        ("__global__ void __cluster_dims__(2) k() {}", 1, "__cluster_dims__ is not understood: launch with"),
         ('#ifdef __CUDACC__\nasm("exit;");\n#else\nasm("nop");\n#endif', 4, "inline PTX cannot run on a CPU"),
         (
             '#ifdef __CUDACC__\n#if 1\n#endif\nasm("exit;");\n#endif\nasm("nop");',

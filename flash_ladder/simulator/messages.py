@@ -37,7 +37,10 @@ def message_of(f: dict, element: str, parties: tuple[Party, ...]) -> str:
         return _about_engines(f, element, parties)
     if f["what"] == "race":
         q = others[0]
-        if p.block != q.block:
+        if p.block != q.block and f["array"] < 0 and q.kind not in ENGINES:
+            remedy = ("a block of the cluster reaches into another one: there must be a cluster_sync(), or "
+                      "an mbarrier, between them")
+        elif p.block != q.block and f["array"] >= 0:
             remedy = ("blocks run in any order: give each its own elements, use atomics (with "
                       "__threadfence() where one orders other accesses), or make it two kernels")
         elif q.kind in ENGINES:
@@ -76,6 +79,9 @@ def message_of(f: dict, element: str, parties: tuple[Party, ...]) -> str:
         if element and "outside" not in element:
             what = f"{f['bytes']} bytes from {element} on, not all of them in its shape"
         return f"out of bounds in {kernel}: {does}{what} at {sites[0]}"
+    if f["what"] == "ended block":
+        return (f"ended block in {kernel}: {does}{element} at {sites[0]}, in a block of the cluster that has "
+                "ended; no block may end before the others are done with it: cluster_sync()")
     if f["what"] == "misaligned":
         return (f"misaligned access in {kernel}: {does}{f['bytes']} bytes at {element} at {sites[0]}; "
                 f"their address must be a multiple of {f['bytes']}")

@@ -37,6 +37,8 @@ _OTHER_CUDA_SYNTAX = {
                        "`__shared__ float tile[32][33];` or `extern __shared__ float smem[];`",
     r"<<<": "this form of a kernel launch is not understood: write "
             "`kernel<<<grid, block, bytes, stream>>>(arguments)`",
+    r"\b__cluster_dims__\b": "__cluster_dims__ is not understood: launch with cudaLaunchKernelEx and "
+                            "cudaLaunchAttributeClusterDimension",
     r"\b(?:asm|__asm__|__asm)\b": "inline PTX cannot run on a CPU: put it between "
                                   "`#ifdef __CUDACC__` and `#else`, with the same in C++ after it",
 }

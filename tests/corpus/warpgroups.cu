@@ -13,7 +13,7 @@ __device__ __forceinline__ void fill(__half* tile, const float* x) {
 
 // D += A B^T for 16 of the columns
 __device__ __forceinline__ void multiply(float (&D)[8][4], const __half* A, const __half* B, int k = 0) {
-  wgmma(D, K_major(shared_address(A), k, 64), K_major(shared_address(B), k, 64));
+  wgmma(D, K_major(matrix_at(A), k, 64), K_major(matrix_at(B), k, 64));
 }
 
 __device__ __forceinline__ float sum(const float (&D)[8][4]) {
@@ -190,7 +190,7 @@ __global__ void fence_before_the_fragment(const float* x, float* out, unsigned* 
     //! buggy: wgmma_fence();
     wgmma_fence();
     //! buggy: A[i] = threadIdx.x;
-    wgmma(D, A, K_major(shared_address(B), 0, 64));
+    wgmma(D, A, K_major(matrix_at(B), 0, 64));
     wgmma_commit();
     wgmma_wait<0>();
   }
@@ -427,8 +427,8 @@ __global__ void bits_that_mean_nothing(const float* x, float* out, unsigned* cou
   __syncthreads();
   float D[8][4] = {};
   wgmma_fence();
-  const uint64_t d = K_major(shared_address(A), 0, 64);
-  //! buggy: const uint64_t d = K_major(shared_address(A), 0, 64) | shared_address(A) << 14 | 1 << 14;
+  const uint64_t d = K_major(matrix_at(A), 0, 64);
+  //! buggy: const uint64_t d = K_major(matrix_at(A), 0, 64) | 1 << 14;
   wgmma(D, d, d);
   wgmma_commit();
   wgmma_wait<0>();

@@ -263,7 +263,7 @@ ring(const __grid_constant__ CUtensorMap A_map, const __grid_constant__ CUtensor
   for (int i = 0; i < steps; i++) {
     const int s = i % stages;
     mbarrier_wait(&full[s], i / stages % 2);
-    const uint32_t A = shared_address(A_smem + s * 64 * panel), B = shared_address(B_smem + s * 128 * panel);
+    const uint32_t A = matrix_at(A_smem + s * 64 * panel), B = matrix_at(B_smem + s * 128 * panel);
     wgmma_fence();
     for (int k = 0; k < panel / 16; k++) wgmma(D, K_major(A, k, 64), K_major(B, k, 128));
     wgmma_commit();

@@ -28,7 +28,7 @@ template <int number> __global__ void mistake(const float* x, float* out, CUtens
   if (number == 8) bulk_add(out, tile, 20);  // HERE: 8
   if (number == 9) bulk_add(out + 1, tile, 32);  // HERE: 9
   if (number == 10) bulk_add(out, x, 32);  // HERE: 10
-  if (number == 11) wgmma(D, K_major(0x3fff0, 0, 64), K_major(0, 0, 64));  // HERE: 11
+  if (number == 11) wgmma(D, K_major(0x3fff, 0, 64), K_major(0, 0, 64));  // HERE: 11
   if (number == 12) wgmma(D, K_major(0, 0, 64), K_major(0, 0, 64) | uint64_t(1) << 49);  // HERE: 12
   if (number == 13 && t % 128 < 64) wgmma_fence();  // HERE: 13
   if (number == 13 && t % 128 >= 64) wgmma_commit();  // HERE: 13

@@ -1,5 +1,6 @@
 // The scheduler: runs the fibers of one block until all have returned, or reports that none can go on.
 #include "checker.h"
+#include "cluster.h"
 #include "guard.h"
 
 #include <exception>
@@ -129,7 +130,7 @@ static std::string ranges(const std::vector<int>& numbers) {   // 0 1 2 5 -> "0-
   return s;
 }
 
-static std::string deadlock_report(Worker& w) {
+std::string deadlock_report(Worker& w) {
   std::map<std::string, std::vector<int>> threads_by_state;
   for (const Fiber& f : w.fibers) {
     std::string state = "have returned from the kernel";
@@ -168,6 +169,7 @@ extern "C" void sim_fiber_main() {   // the first function on every fiber's stac
   if (w.launch->checked) thread_has_ended(w);
   leave_warp(w);
   leave_barrier(w);
+  leave_cluster(w);
   give_way();
   __builtin_unreachable();
 }
@@ -180,6 +182,7 @@ void begin_block(Worker& w, size_t number) {
   clear_shared_memory(w);
   w.barrier = {};
   w.engines.reset();
+  w.cluster.reset();
   w.vain_tests = 0;
   w.warps.assign(w.warps.size(), {});
   w.ready.clear();
@@ -194,7 +197,7 @@ void begin_block(Worker& w, size_t number) {
     f.copies.clear();
     f.copy_groups = f.bulk_groups = 0;
     f.registers.clear();
-    f.has_fenced_registers = false;
+    f.has_fenced_registers = f.at_cluster_barrier = false;
     f.stack_pointer = fresh_stack(f.stack + STACK_BYTES);
     w.ready.push_back(&f);
   }
@@ -210,7 +213,8 @@ bool continue_block(Worker& w) {
   while (Fiber* fiber = w.error.empty() && !w.set_aside ? take_ready(w) : nullptr)
     resume(w, fiber, &w.scheduler_stack_pointer);
   w.current = nullptr;
-  if (w.set_aside) {
+  const bool waits_for_cluster = w.cluster && w.alive && w.error.empty();
+  if (w.set_aside || waits_for_cluster) {
     if (w.launch->checked) flush_all_requests(w.warps.size());
     return false;
   }

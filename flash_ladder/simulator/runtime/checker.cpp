@@ -1,6 +1,7 @@
 // Is an access allowed? The compiler has put a call of observe() before every load and store of a checked
 // build; what a finding needs is known at that moment, and a store outside of all arrays can be prevented.
 #include "checker.h"
+#include "cluster.h"
 
 #include <algorithm>
 #include <cstring>
@@ -98,12 +99,15 @@ void observe(const void* address, size_t bytes, Kind kind, const void* pc, Asks 
   const char* p = static_cast<const char*>(address);
 
   int array = SHARED;
-  if (size_t(p - w->shared) >= ARENA_BYTES) {
+  const Worker* holder = w;        // of shared memory: this block, or another one of the cluster
+  if (size_t(p - w->shared) >= ARENA_BYTES && !(holder = block_that_holds(*w, p))) {
     array = find_array(p);
     if (array == NO_ARRAY && is_known_otherwise(*w, p)) return;
     if (array == NO_ARRAY) forbid(p, bytes, kind, pc);
   }
-  Memory& m = array == SHARED ? *w->shadow : *checker->arrays[array];
+  Memory& m = array == SHARED ? *holder->shadow : *checker->arrays[array];
+  if (array == SHARED && !holder->alive)
+    return found_about("ended block", number_of(pc, array, kind), array, p - m.base, bytes);
   if (p + bytes > m.base + m.bytes) forbid(p, bytes, kind, pc);
   const uint16_t access = number_of(pc, array, kind);
   const uint64_t offset = p - m.base;
@@ -116,7 +120,7 @@ void observe(const void* address, size_t bytes, Kind kind, const void* pc, Asks 
   if (!m.allows(offset, bytes)) return found_about("out of bounds", access, array, offset, bytes);
   check_cells(f, m, array, access, offset, bytes, asks == Asks::ALL_WRITTEN || asks == Asks::BOTH);
   f.worked = f.now;
-  if (kind == Kind::WRITE && bytes >= 4) {
+  if (kind == Kind::WRITE && bytes >= 4 && (array != SHARED || holder == w)) {
     f.stored = p;
     f.stored_bytes = uint16_t(bytes);
     f.stored_access = access;
@@ -149,6 +153,7 @@ void begin_checked_block(Worker& w) {
   w.epoch = ++checker->blocks;
   checker->kernel->blocks++;
   if (!w.shadow) w.shadow = std::make_shared<Memory>("shared memory", w.shared, ARENA_BYTES);
+  w.shadow->epoch = w.epoch;
   std::fill(w.shadow->state.begin(), w.shadow->state.end(), 0);
   begin_time(w);
 }

@@ -24,16 +24,17 @@
 namespace sim {
 
 enum class Kind : uint8_t {
-  READ, WRITE, ATOMIC,
+  READ,
+  TMA_READ, WGMMA,             // of shared memory, by the copy engine and by tensor cores
+  WRITE, ATOMIC,
   EXCHANGE,                    // an atomic; it needs no old value
   COPY,                        // a write that is made some time before its thread's wait for it has ended
   SOURCE,                      // the read that goes with it
-  TMA_WRITE, TMA_READ,         // of shared memory, by the copy engine
-  WGMMA                        // a read by tensor cores
+  TMA_WRITE                    // of shared memory, by the copy engine
 };
 
 inline bool is_atomic(Kind kind) { return kind == Kind::ATOMIC || kind == Kind::EXCHANGE; }
-inline bool is_read(Kind kind) { return kind == Kind::READ || kind == Kind::TMA_READ || kind == Kind::WGMMA; }
+inline bool is_read(Kind kind) { return kind <= Kind::WGMMA; }
 
 // -------------------------------------------------------------------------------- clock.cpp
 // A thread's time is a number that grows whenever it synchronises with others. A Past says up to which time
@@ -52,7 +53,9 @@ void fence(Fiber& f, Scope scope);
 void order_by_atomic(Fiber& f, const void* address);
 void forget_atomics();
 std::shared_ptr<Past> knowledge(const Fiber& f);
+std::shared_ptr<Past> knowledge_in(const Worker& block, const Fiber& f);   // of its cluster
 void hand_over(std::shared_ptr<Past>& to, Fiber& f);
+void hand_over(std::shared_ptr<Past>& to, const Past& known);
 void take_over(Fiber& f, const std::shared_ptr<const Past>& from);
 std::shared_ptr<const Past> common_knowledge(const Fiber* first, size_t count);
 void fence_proxy(Fiber& f);
@@ -86,6 +89,7 @@ struct Memory {
   char* base = nullptr;
   size_t bytes = 0;
   int shift = 2;
+  uint32_t epoch = 0;                     // of shared memory
   std::vector<uint8_t> state;             // of each cell's bytes
   std::unique_ptr<Cell[], FreeCells> cells;
 

@@ -149,15 +149,32 @@ std::shared_ptr<Past> knowledge(const Fiber& f) {
   return known;
 }
 
-void hand_over(std::shared_ptr<Past>& to, Fiber& f) {
-  const auto known = knowledge(f);
-  f.now++;
+// The same as a Past of another block: `until` is of that block's threads, and this one's are elsewhere.
+std::shared_ptr<Past> knowledge_in(const Worker& block, const Fiber& f) {
+  auto own = knowledge(f);
+  if (block.block == worker->block) return own;
+  auto known = std::make_shared<Past>();
+  if (const auto there = own->elsewhere.find(block.block); there != own->elsewhere.end())
+    known->until = there->second->until;
+  known->until.resize(std::max(known->until.size(), block.fibers.size()));
+  known->elsewhere = own->elsewhere;
+  known->elsewhere.erase(block.block);
+  known->elsewhere[worker->block] = std::make_shared<Past>(Past{own->until, own->all_until, {}, {}});
+  return known;
+}
+
+void hand_over(std::shared_ptr<Past>& to, const Past& known) {
   if (!to) {
-    to = known;
+    to = std::make_shared<Past>(known);
     return;
   }
-  add_time(*to, *known);
-  add(to->elsewhere, known->elsewhere);
+  add_time(*to, known);
+  add(to->elsewhere, known.elsewhere);
+}
+
+void hand_over(std::shared_ptr<Past>& to, Fiber& f) {
+  hand_over(to, *knowledge(f));
+  f.now++;
 }
 
 // Threads that know the same, and learn the same, share what they know then.

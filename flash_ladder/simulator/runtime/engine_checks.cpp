@@ -64,6 +64,7 @@ static void check_proxy_fence(const Agent& a, const Memory& m, uint64_t offset, 
   for (uint64_t i = offset >> m.shift; i <= (offset + bytes - 1) >> m.shift; i++) {
     const Cell& c = m.cells[i];
     if (c.epoch != w.epoch || !c.write.lanes || c.write.time >= ENGINE_TIME) continue;
+    if (c.write.block != w.block) continue;       // of a cluster: not looked at
     const unsigned thread = c.write.warp * WARP_SIZE + __builtin_ctz(c.write.lanes);
     if (!has_happened(a, w.block, thread, c.write.time) || is_fenced(a, thread, c.write.time)) continue;
     const int writer = c.write.access;
@@ -154,17 +155,19 @@ void waited(Mbarrier& m, Fiber& f) {
 void load_started(BulkCopy& c) {
   Worker& w = *worker;
   Mbarrier& m = *c.mbarrier;
-  mbarrier_used(m, c.pc);
+  check_access(c.known ? engine(c.fiber->number, 0, c.known) : *c.fiber, w.shared + m.offset,
+               sizeof(uint64_t), Kind::ATOMIC, c.pc);
   if (!m.is_visible)
     mistake_found("tma_load(): the copy engine may not see the mbarrier yet: fence_mbarrier_init() must "
                   "follow its initialisation" + at(m.site), c.site);
-  const Agent a = engine(number_of_engine(w, m.agent, *c.fiber), c.phase + 1, knowledge(*c.fiber));
+  const std::shared_ptr<const Past> known = c.known ? c.known : knowledge(*c.fiber);
+  const Agent a = engine(number_of_engine(w, m.agent, *c.fiber), c.phase + 1, known);
   Tally from, to;
   each_chunk_of(w, c, [&](char* shared, char* global, size_t, size_t count) {
     if (count) from.add(check_access(a, global, count, Kind::READ, c.pc), global, count);
     to.add(check_access(a, shared, 16, Kind::TMA_WRITE, c.pc), shared, 16);
   });
-  from.count();
+  if (!c.is_again) from.count();
   to.count();
   m.last_load = c.phase + 1;
   m.last_load_by = c.fiber;
@@ -189,8 +192,9 @@ void store_started(BulkCopy& c) {
   const Agent writes = engine(number_of_engine(w, stores.writes, *c.fiber), time, past);
   const Kind kind = c.kind == Bulk::ADD ? Kind::ATOMIC : Kind::WRITE;
   Tally from, to;
-  auto chunk = [&](char* shared, char* global, size_t, size_t count) {
-    from.add(check_access(reads, shared, 16, Kind::TMA_READ, c.pc), shared, 16);
+  auto chunk = [&](char* shared, char* global, size_t skip, size_t count) {
+    if (!count) return;            // past the tensor's end: whatever it is, it goes nowhere
+    from.add(check_access(reads, shared + skip, count, Kind::TMA_READ, c.pc), shared + skip, count);
     for (size_t i = 0; i < count; i += kind == Kind::ATOMIC ? 4 : count) {
       const size_t bytes = kind == Kind::ATOMIC ? 4 : count;
       to.add(check_access(writes, global + i, bytes, kind, c.pc), global + i, bytes);

@@ -67,6 +67,8 @@ struct BulkCopy {                 // by the copy engine
   Site site;
   const void* pc;
   bool done;                      // LOAD: all of it; STORE, ADD: shared memory has been read
+  bool is_again;                  // the same for another block of the cluster: no traffic of HBM
+  std::shared_ptr<const Past> known;   // for the checker: by the thread, where it is in another block
   std::vector<char> buffer;       // what has been read there, and is not written yet
 };
 
@@ -120,6 +122,7 @@ Engines& engines_of(Worker& w);   // from their first use in a block on
 // mbarrier.cpp
 Mbarrier& mbarrier_at(const uint64_t* barrier, const char* name, Site site);
 void bytes_have_come(Mbarrier& m, size_t bytes);
+void complete_if_all_is_there(Mbarrier& m);
 
 // tma.cpp: f(shared, global, skip, count) for each 16 bytes of a box
 void each_chunk_of(const Worker& w, const BulkCopy& c,

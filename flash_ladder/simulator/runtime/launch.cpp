@@ -2,12 +2,15 @@
 // when it returns. An error ends the launch and stays pending, as in CUDA, until cudaGetLastError reads it;
 // later launches do nothing.
 #include "checker.h"
+#include "cluster.h"
 #include "guard.h"
 
 #include <algorithm>
 #include <atomic>
 #include <cstdio>
 #include <cstdlib>
+#include <cxxabi.h>
+#include <dlfcn.h>
 #include <mutex>
 #include <new>
 #include <numeric>
@@ -26,6 +29,7 @@ std::mutex launch_mutex;                                       // guards what fo
 static std::unordered_map<const void*, int> opted_in_shared;   // cudaFuncSetAttribute, by kernel
 static std::vector<Worker*> idle_workers;                      // kept for their stacks
 constexpr size_t MOST_IDLE_STACKS = 4096, MOST_STACKS = 16384; // two mappings each, of 65530 a process has
+constexpr size_t MOST_BLOCKS_OF_A_CLUSTER = 8;                 // on every GPU that has clusters
 constexpr size_t STACK_PITCH = STACK_BYTES + GUARD_BYTES;
 
 static void set_error(cudaError_t error, const std::string& text) {
@@ -64,6 +68,7 @@ static void unmap_stacks(Worker& w) {
 static void give_back(Worker* w) {       // the mutex is held
   w->shadow.reset();
   w->engines.reset();
+  w->cluster.reset();
   size_t stacks = w->stack_count;
   for (const Worker* idle : idle_workers) stacks += idle->stack_count;
   if (stacks > MOST_IDLE_STACKS) unmap_stacks(*w);
@@ -128,6 +133,8 @@ static size_t nth_block(size_t n, size_t blocks, size_t stretch, uint64_t seed) 
   return order[n - first];
 }
 
+static size_t volume(dim3 d) { return size_t(d.x) * d.y * d.z; }
+
 static void run_grid(const Launch& launch, size_t threads, size_t blocks, double seconds) {
   const char* limit = getenv("FLASH_SIM_THREADS");
   size_t count = limit ? size_t(std::max(1, atoi(limit))) : std::max(1u, std::thread::hardware_concurrency());
@@ -138,6 +145,20 @@ static void run_grid(const Launch& launch, size_t threads, size_t blocks, double
   std::atomic<size_t> next_block{0};
   std::atomic<bool> failed{false};
   std::string first_error;
+  auto finish = [&](Worker* w, Worker* outer, const std::vector<Worker*>& all) {
+    if (interrupted() && w->error.empty())
+      w->error = std::string("kernel ") + launch.name + ": " + why_interrupted();
+    if (launch.checked && !w->error.empty()) error_found(*w);
+    worker = outer;
+    std::lock_guard<std::mutex> lock(launch_mutex);
+    if (!w->error.empty()) {
+      failed = true;                     // the other OS threads end the block that they are at
+      if (first_error.empty()) first_error = w->error;
+    }
+    for (Worker* each : all) give_back(each);
+  };
+  const std::string too_little = std::string("kernel ") + launch.name + ": not enough memory to simulate a " +
+                                 "block of " + std::to_string(threads) + " threads";
   auto work = [&] {
     RunningThread running_thread(seconds);
     Worker* const outer = worker;
@@ -166,29 +187,43 @@ static void run_grid(const Launch& launch, size_t threads, size_t blocks, double
         idle.pop_back();
       }
     } catch (const std::bad_alloc&) {
-      w->error = std::string("kernel ") + launch.name + ": not enough memory to simulate a block of " +
-                 std::to_string(threads) + " threads";
-    }
-    if (interrupted() && w->error.empty())
-      w->error = std::string("kernel ") + launch.name + ": " + why_interrupted();
-    if (launch.checked && !w->error.empty()) error_found(*w);
-    worker = outer;
-    std::lock_guard<std::mutex> lock(launch_mutex);
-    if (!w->error.empty()) {
-      failed = true;                     // the other OS threads end the block that they are at
-      if (first_error.empty()) first_error = w->error;
+      w->error = too_little;
     }
     idle.push_back(w);
     idle.insert(idle.end(), under_way.begin(), under_way.end());
-    for (Worker* each : idle) give_back(each);
+    finish(w, outer, idle);
+  };
+  const size_t together = volume(launch.cluster);
+  auto work_on_clusters = [&] {
+    RunningThread running_thread(seconds);
+    Worker* const outer = worker;
+    std::vector<Worker*> all(together);
+    for (Worker*& w : all) w = take_worker(launch);
+    Worker* w = worker = all[0];
+    try {
+      for (Worker* each : all) prepare(*each, launch, threads);
+      while (w->error.empty() && !failed && !interrupted()) {
+        const size_t n = next_block++;
+        if (n >= blocks / together) break;
+        begin_cluster(all, n);
+        run_cluster(all);
+        for (Worker* each : all)
+          if (!each->error.empty()) w = each;
+      }
+    } catch (const std::bad_alloc&) {
+      w->error = too_little;
+    }
+    worker = w;
+    finish(w, outer, all);
   };
   if (launch.checked) begin_checked_launch(launch);
+  auto do_it = [&] { together > 1 ? work_on_clusters() : work(); };
   std::vector<std::thread> others;
   try {
-    for (size_t i = 1; i < count; i++) others.emplace_back(work);
+    for (size_t i = 1; i < count; i++) others.emplace_back(do_it);
   } catch (const std::system_error&) {   // no more threads to be had: the blocks wait for those there are
   }
-  work();
+  do_it();
   for (std::thread& t : others) t.join();
   if (!first_error.empty()) set_error(cudaErrorLaunchFailure, first_error);
 }
@@ -201,6 +236,11 @@ static std::string wrong_configuration(const Launch& l, size_t threads, size_t b
   if (l.grid.x > 0x7fffffffu || l.grid.y > 65535 || l.grid.z > 65535)
     return "a grid of " + std::to_string(l.grid.x) + " x " + std::to_string(l.grid.y) + " x " +
            std::to_string(l.grid.z) + " blocks; at most 2147483647 x 65535 x 65535 are possible";
+  if (!volume(l.cluster) || volume(l.cluster) > MOST_BLOCKS_OF_A_CLUSTER || l.grid.x % l.cluster.x ||
+      l.grid.y % l.cluster.y || l.grid.z % l.cluster.z)
+    return "clusters of " + std::to_string(l.cluster.x) + " x " + std::to_string(l.cluster.y) + " x " +
+           std::to_string(l.cluster.z) + " blocks; " + std::to_string(MOST_BLOCKS_OF_A_CLUSTER) +
+           " are possible, and the grid must be a multiple";
   if (!when_copies_land())
     return std::string("FLASH_SIM_COPIES=") + getenv("FLASH_SIM_COPIES") +
            "; late, early and random are possible";
@@ -260,6 +300,20 @@ extern "C" void sim_assert_failed(const char* condition, const char* file, int l
   if (worker) fail(message, {file, line});
   if (pending != cudaSuccess) return;
   set_error(cudaErrorLaunchFailure, "host code" + at({file, line}) + ": " + message);
+}
+
+// That of a function which the library exports, without its arguments
+extern "C" const char* sim_name_of(const void* kernel) {
+  static thread_local std::string name;
+  name = "kernel";
+  Dl_info info;
+  if (!dladdr(kernel, &info) || info.dli_saddr != kernel) return name.c_str();
+  char* readable = abi::__cxa_demangle(info.dli_sname, nullptr, nullptr, nullptr);
+  name = readable ? readable : info.dli_sname;
+  free(readable);
+  name.erase(std::min(name.find('('), name.size()));
+  name.erase(0, name.find_last_of(' ') + 1);             // of a template: its result's type
+  return name.c_str();
 }
 
 extern "C" cudaError_t sim_peek_error() { return pending; }

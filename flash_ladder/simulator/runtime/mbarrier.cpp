@@ -38,7 +38,7 @@ Mbarrier& mbarrier_at(const uint64_t* barrier, const char* name, Site site) {
   return found->second;
 }
 
-static void complete_if_all_is_there(Mbarrier& m) {
+void complete_if_all_is_there(Mbarrier& m) {
   if (m.missing || m.bytes) return;
   m.phase++;
   m.missing = m.arrivals;

@@ -103,7 +103,7 @@ static bool lacks_a_part(const Memory& m, size_t first, size_t last, size_t byte
 void check_cells(const Agent& f, Memory& m, int array, uint16_t access, uint64_t offset, size_t bytes,
                  bool all_written) {
   const Kind kind = checker->accesses[access].kind;
-  const uint32_t epoch = array == SHARED ? worker->epoch : checker->launch;
+  const uint32_t epoch = array == SHARED ? m.epoch : checker->launch;
   Traffic* traffic = array == SHARED ? nullptr : &checker->kernel->traffic[array];
   Counters* counters = array == SHARED ? nullptr : &counters_of(access, m);
   const size_t first = offset >> m.shift, last = (offset + bytes - 1) >> m.shift;

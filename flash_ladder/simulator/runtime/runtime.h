@@ -9,6 +9,7 @@
 //   shared.cpp     shared memory
 //   atomic.cpp     atomics
 //   engines.h      Hopper's copy engine and asynchronous products, mbarriers, named barriers
+//   cluster.h      blocks that run together
 //   launch.cpp     a kernel launch: the grid's blocks over the CPU's cores; errors
 //   signals.cpp    faults, Ctrl-C and the time limit, with guard.h;
 //   guard.cpp      a stage's host code
@@ -44,6 +45,7 @@ constexpr int WARP_SIZE = 32;
 struct Past;               // checker.h
 struct Memory;
 struct Engines;            // engines.h
+struct Cluster;            // cluster.h
 
 struct Registers {         // of one thread, an operand of wgmma
   const char* start;
@@ -54,7 +56,8 @@ using Pasts = std::map<uint32_t, std::shared_ptr<const Past>>;   // by block
 
 enum class State {
   READY, AT_BARRIER, AT_WARP_OPERATION, RETURNED,
-  AT_MBARRIER, AT_NAMED_BARRIER, AT_WARPGROUP_OPERATION, AT_REGISTERS      // engines.h
+  AT_MBARRIER, AT_NAMED_BARRIER, AT_WARPGROUP_OPERATION, AT_REGISTERS,     // engines.h
+  AT_CLUSTER_BARRIER                                                       // cluster.h
 };
 
 enum class CopiesLand { LATE, EARLY, RANDOM };
@@ -88,6 +91,8 @@ struct Fiber : Agent {     // one CUDA thread
   int bulk_groups = 0;            // the same, of stores by the copy engine
   const void* waits_at = nullptr; // an Mbarrier, for a phase of this parity; or a NamedBarrier
   int parity = 0;
+  bool at_cluster_barrier = false;   // it has arrived, in this phase, and not waited
+  uint32_t cluster_phase = 0;
 
   // For the checker: the time of its last access, and what its fences and atomics have passed on
   uint32_t worked = 0;
@@ -158,6 +163,8 @@ struct Worker {            // a block that runs, and what it runs on
   uint32_t epoch = 0;
 
   std::shared_ptr<Engines> engines;   // null: the block has not used any
+  std::shared_ptr<Cluster> cluster;   // null: the launch has none
+  int rank = 0;                       // in it
 
   char* stacks = nullptr;
   size_t stack_count = 0;
@@ -184,6 +191,7 @@ void wait_until_woken(State state, const char* waits_for, Site site);
 void wake(Fiber* fiber, bool next = false);
 [[noreturn]] void fail(const std::string& message, Site site = {});   // ends the launch, not the process
 [[noreturn]] void abandon_block(const std::string& report);
+std::string deadlock_report(Worker& w);
 std::string describe(const Worker& w);                          // "kernel, block (..), thread (..)"
 std::string at(Site site);
 uint64_t next_random(uint64_t& state);

@@ -6,6 +6,7 @@
 #include <cstring>
 
 #include "checker.h"
+#include "cluster.h"
 #include "engines.h"
 
 namespace sim {
@@ -199,6 +200,35 @@ extern "C" void sim_tma_load(void* to, const CUtensorMap* map, uint64_t* barrier
   c.mbarrier = &mbarrier_at(barrier, "tma_load()", site);
   c.phase = c.mbarrier->phase;
   start(std::move(c));
+}
+
+// One load for several blocks: to each of them as a load of its own, which counts at its own mbarrier.
+extern "C" void sim_tma_load_multicast(void* to, const CUtensorMap* map, uint64_t* barrier, const int* corner,
+                                       int ranks, const char* file, int line) {
+  const Site site{file, line};
+  const char* name = "tma_load_multicast()";
+  const BulkCopy c = box_copy(Bulk::LOAD, map, to, corner, name, site, __builtin_return_address(0));
+  Worker& w = *worker;
+  if (ranks <= 0) fail(std::string(name) + ": no block of the cluster is named", site);
+  bool is_again = false;
+  for (int rank = 0; ranks >> rank; rank++) {
+    if (!(ranks >> rank & 1)) continue;
+    Worker& there = block_of_rank(rank, name, site);
+    const auto& all = engines_of(there).mbarriers;
+    const auto m = all.find(reinterpret_cast<char*>(barrier) - w.shared);
+    if (m == all.end())
+      fail(std::string(name) + ": block " + std::to_string(rank) + " has not initialised this mbarrier",
+           site);
+    BulkCopy copy = c;
+    copy.shared = there.shared + (c.shared - w.shared);
+    copy.mbarrier = &engines_of(there).mbarriers[m->first];
+    copy.phase = copy.mbarrier->phase;
+    copy.is_again = is_again;
+    if (w.launch->checked) copy.known = knowledge_in(there, *w.current);
+    is_again = true;
+    InBlock in_it(&there, c.fiber);
+    start(std::move(copy));
+  }
 }
 
 extern "C" void sim_tma_store(const CUtensorMap* map, const void* from, const int* corner, const char* file,

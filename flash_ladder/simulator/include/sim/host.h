@@ -79,6 +79,7 @@ struct Launch {
   void* arguments;
   size_t argument_bytes;
   bool checked;            // the kernel reports its accesses (flash.inspect)
+  dim3 cluster;            // blocks that run together
 };
 #ifdef SIM_CHECKED
 constexpr bool CHECKED = true;
@@ -93,11 +94,12 @@ class Launcher {
   dim3 grid, block;
   size_t dynamic_shared;
   Site site;
+  dim3 cluster;
 
  public:
   Launcher(dim3 grid, dim3 block, size_t dynamic_shared = 0, cudaStream_t = nullptr,
-           const char* file = __builtin_FILE(), int line = __builtin_LINE())
-      : grid(grid), block(block), dynamic_shared(dynamic_shared), site{file, line} {}
+           const char* file = __builtin_FILE(), int line = __builtin_LINE(), dim3 cluster = {1, 1, 1})
+      : grid(grid), block(block), dynamic_shared(dynamic_shared), site{file, line}, cluster(cluster) {}
 
   template <class... P, class... A>
   void operator()(const char* name, void (*kernel)(P...), A&&... arguments) const {
@@ -110,9 +112,44 @@ class Launcher {
       std::apply(c->kernel, c->arguments);
     };
     const Launch launch{name, reinterpret_cast<const void*>(kernel), site, grid, block, dynamic_shared,
-                        run_thread, &call, sizeof call, CHECKED};
+                        run_thread, &call, sizeof call, CHECKED, cluster};
     sim_launch(&launch);
   }
 };
 
 }  // namespace sim
+
+// -------------------------------------------------------------------------------- launches with clusters
+enum cudaLaunchAttributeID { cudaLaunchAttributeClusterDimension = 4 };
+union cudaLaunchAttributeValue {
+  struct { unsigned x, y, z; } clusterDim;
+};
+struct cudaLaunchAttribute {
+  cudaLaunchAttributeID id;
+  cudaLaunchAttributeValue val;
+};
+struct cudaLaunchConfig_t {
+  dim3 gridDim, blockDim;
+  size_t dynamicSmemBytes;
+  cudaStream_t stream;
+  cudaLaunchAttribute* attrs;
+  unsigned numAttrs;
+};
+
+namespace sim {
+extern "C" const char* sim_name_of(const void* kernel);
+
+template <class... P, class... A>
+cudaError_t launch_with(const char* file, int line, const cudaLaunchConfig_t* config, void (*kernel)(P...),
+                        A&&... own) {
+  dim3 cluster(1, 1, 1);
+  for (unsigned i = 0; i < config->numAttrs; i++) {
+    const auto& c = config->attrs[i].val.clusterDim;
+    cluster = dim3(c.x, c.y, c.z);
+  }
+  Launcher(config->gridDim, config->blockDim, config->dynamicSmemBytes, config->stream, file, line, cluster)(
+      sim_name_of(reinterpret_cast<const void*>(kernel)), kernel, std::forward<A>(own)...);
+  return sim_peek_error();
+}
+}  // namespace sim
+#define cudaLaunchKernelEx(...) ::sim::launch_with(__FILE__, __LINE__, __VA_ARGS__)

@@ -1,0 +1,61 @@
+// Clusters: a few blocks that run at the same time on neighbouring multiprocessors, and reach each other's
+// shared memory. (PTX ISA, sections "barrier.cluster", "mapa", "mbarrier.arrive", "cp.async.bulk.tensor";
+// sm_90.) The launch says how many, by cudaLaunchKernelEx with cudaLaunchAttributeClusterDimension.
+//
+// A block must not end while others may still reach into it: cluster_sync() before that.
+#pragma once
+#include "hopper.cuh"
+
+#ifdef __CUDACC__
+
+// Which block of its cluster this is
+__device__ __forceinline__ int cluster_rank() {
+  int rank;
+  asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+  return rank;
+}
+
+// Barrier of all threads of the cluster, in two parts: what threads have done before they arrive, all see
+// that have waited.
+__device__ __forceinline__ void cluster_arrive() {
+  asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
+}
+
+__device__ __forceinline__ void cluster_wait() {
+  asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
+}
+
+__device__ __forceinline__ void cluster_sync() {
+  cluster_arrive();
+  cluster_wait();
+}
+
+// Where block `rank` of the cluster has what is at p in this one's shared memory: to be read and written as
+// any other memory
+template <class T> __device__ __forceinline__ T* in_block(T* p, int rank) {
+  uint64_t there;
+  asm volatile("mapa.u64 %0, %1, %2;" : "=l"(there) : "l"(p), "r"(rank));
+  return reinterpret_cast<T*>(there);
+}
+
+// This thread has arrived at the mbarrier that block `rank` has there.
+__device__ __forceinline__ void mbarrier_arrive_in_block(uint64_t* barrier, int rank) {
+  asm volatile("{.reg .b32 there;\n\t"
+               "mapa.shared::cluster.u32 there, %0, %1;\n\t"
+               "mbarrier.arrive.release.cluster.shared::cluster.b64 _, [there];}"
+               :: "r"(shared_address(barrier)), "r"(rank) : "memory");
+}
+
+// Ask for a box once, for all blocks whose bit of `ranks` is set: each finds it at `to` in its own shared
+// memory, and its bytes at its own barrier. (sm_90a: quick there only)
+__device__ __forceinline__ void tma_load_multicast(void* to, const CUtensorMap& map, uint64_t* barrier,
+                                                   int col, int row, int head, int batch, int ranks) {
+  asm volatile("cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes"
+               ".multicast::cluster [%0], [%1, {%3, %4, %5, %6}], [%2], %7;"
+               :: "r"(shared_address(to)), "l"(&map), "r"(shared_address(barrier)), "r"(col), "r"(row),
+                  "r"(head), "r"(batch), "h"(uint16_t(ranks)) : "memory");
+}
+
+#else
+#include "sim/cluster.h"
+#endif
