@@ -91,8 +91,8 @@ class Finding:
     """A mistake in a kernel, at its first occurrence.
 
     what: "race", "out of bounds", "misaligned", "uninitialised" (a read of what nothing has written),
-    "barrier" (threads at different barriers), "copy" (one that nobody waits for), "deadlock", or "error" (a
-    failed assert, say); of notes "portability".
+    "too early" (before the kernel in front has ended), "barrier" (threads at different barriers), "copy" (one
+    that nobody waits for), "deadlock", or "error" (a failed assert, say); of notes "portability".
     """
 
     what: str

@@ -95,6 +95,9 @@ def _message(f: dict, element: str, parties: tuple[Party, ...]) -> str:
         if element and "outside" not in element:
             what = f"{f['bytes']} bytes from {element} on, not all of them in its shape"
         return f"out of bounds in {kernel}: {does}{what} at {sites[0]}"
+    if f["what"] == "too early":
+        return (f"too early in {kernel}: {does}{element} at {sites[0]}, which the kernel before it uses, and "
+                "that may still run: wait_for_previous_kernel() must come first")
     if f["what"] == "misaligned":
         return (f"misaligned access in {kernel}: {does}{f['bytes']} bytes at {element} at {sites[0]}; "
                 f"their address must be a multiple of {f['bytes']}")

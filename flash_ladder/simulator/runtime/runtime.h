@@ -68,6 +68,7 @@ struct Fiber {             // one CUDA thread
   Site site;               // where it waits
   std::vector<Copy> copies;       // that nobody has waited for, in the order of their start
   int copy_groups = 0;            // committed
+  bool knows_previous_kernel = false;   // has waited for its end, where a launch need not
 
   // For the checker: its time, that of its last access, what it knows of the others, and what its fences and
   // atomics have passed on

@@ -18,6 +18,22 @@ enum cudaFuncAttribute {
 };
 using cudaStream_t = struct CUstream_st*;
 
+// Of the attributes of a launch those that stages use. On a CPU the kernel before has always ended.
+#define __CUDA_ARCH_LIST__ 900
+enum cudaLaunchAttributeID { cudaLaunchAttributeProgrammaticStreamSerialization = 6 };
+union cudaLaunchAttributeValue { int programmaticStreamSerializationAllowed; };
+struct cudaLaunchAttribute {
+  cudaLaunchAttributeID id;
+  cudaLaunchAttributeValue val;
+};
+struct cudaLaunchConfig_t {
+  dim3 gridDim, blockDim;
+  size_t dynamicSmemBytes;
+  cudaStream_t stream;
+  cudaLaunchAttribute* attrs;
+  unsigned numAttrs;
+};
+
 // Names of our own behind CUDA's: in a process where PyTorch has loaded NVIDIA's library, the linker would
 // take those of that one.
 namespace sim {
@@ -56,6 +72,7 @@ struct Launch {
   void* arguments;
   size_t argument_bytes;
   bool checked;            // the kernel reports its accesses (flash.inspect)
+  bool early;              // it may start before the one before it has ended
 };
 #ifdef SIM_CHECKED
 constexpr bool CHECKED = true;
@@ -66,18 +83,27 @@ extern "C" void sim_launch(const Launch* launch);
 
 // kernel<<<grid, block, bytes, stream>>>(arguments)
 //   becomes Launcher(grid, block, bytes, stream)("kernel", kernel, arguments)
+// cudaLaunchKernelEx(config, kernel, arguments)
+//   becomes Launcher{config}("kernel", kernel, arguments)    ({}: else it may declare `config`)
 class Launcher {
   dim3 grid, block;
   size_t dynamic_shared;
   Site site;
+  bool early = false;
 
  public:
   Launcher(dim3 grid, dim3 block, size_t dynamic_shared = 0, cudaStream_t = nullptr,
            const char* file = __builtin_FILE(), int line = __builtin_LINE())
       : grid(grid), block(block), dynamic_shared(dynamic_shared), site{file, line} {}
+  Launcher(const cudaLaunchConfig_t* config, const char* file = __builtin_FILE(),
+           int line = __builtin_LINE())
+      : Launcher(config->gridDim, config->blockDim, config->dynamicSmemBytes, nullptr, file, line) {
+    for (unsigned i = 0; i < config->numAttrs; i++)
+      early |= config->attrs[i].val.programmaticStreamSerializationAllowed != 0;
+  }
 
   template <class... P, class... A>
-  void operator()(const char* name, void (*kernel)(P...), A&&... arguments) const {
+  cudaError_t operator()(const char* name, void (*kernel)(P...), A&&... arguments) const {
     struct Call {
       void (*kernel)(P...);
       std::tuple<P...> arguments;      // converted to the kernel's types once, copied for every thread
@@ -87,8 +113,9 @@ class Launcher {
       std::apply(c->kernel, c->arguments);
     };
     const Launch launch{name, reinterpret_cast<const void*>(kernel), site, grid, block, dynamic_shared,
-                        run_thread, &call, sizeof call, CHECKED};
+                        run_thread, &call, sizeof call, CHECKED, early};
     sim_launch(&launch);
+    return sim_peek_error();
   }
 };
 
