@@ -33,37 +33,48 @@
 //
 // The ladder. Each stage is a file of its own, and keeps the names, order and layout of the one that it grew
 // from, the one before it if none is named here (its header's line `after:`):
-//   stages/fwd_01_naive.cuh             three kernels; S and P, N x N, in HBM
-//   stages/fwd_02_tiled.cuh             the same three kernels, through tiles in shared memory
-//   stages/fwd_03_online_softmax.cuh    FlashAttention-1, Algorithm 1: one kernel, K/V outer loop; m, l, O
-//                                       updated in HBM
-//   stages/fwd_04_flash2.cuh            FlashAttention-2: Q tile a block, K/V inner loop; O, m, l in
-//                                       registers; L written once
-//   stages/fwd_05_register_tiles.cuh    a thread computes an 8 x 8 piece of S and of O: an outer product a
-//                                       step, operands transposed
-//   stages/fwd_06_vectorized.cuh        float4: four numbers an instruction, from HBM, from and to shared
-//                                       memory, and to O
-//   stages/fwd_07_conflict_free.cuh     a layout of lanes and an XOR layout of the transposed tiles that
-//                                       leave no bank conflict
-//   stages/fwd_08_prefetch.cuh          the next tile of K is on its way, in registers, while this one is
-//                                       multiplied
-//   stages/fwd_09_fp32_tuned.cuh        what is left: exp2, masked tiles apart, heavy tiles first, occupancy,
-//                                       tiles by size of the call
-//   stages/fwd_10_wmma.cuh              (after flash2) tensor cores by the portable API; S, P and O through
-//                                       shared memory
-//   stages/fwd_11_mma.cuh               mma.sync and ldmatrix: S and P never leave registers
-//   stages/fwd_12_swizzle.cuh           the XOR swizzle: no bank conflicts
-//   stages/fwd_13_cp_async.cuh          asynchronous copies into a second buffer: the next tile comes while
-//                                       this one is multiplied
-//   stages/fwd_14_exp2.cuh              fewer instructions a score: 2^x with the scale folded in, the mask
-//                                       only in tiles that it cuts
-//   stages/fwd_15_saved_registers.cuh   addresses worked out once, Q's fragments held or not, l in shared
-//                                       memory: room for more rows
-//   stages/fwd_16_wide_warps.cuh        32 rows a warp: a fragment of K or V serves two products
-//   stages/fwd_17_ampere_tuned.cuh      what is left: order of blocks, tile sizes, one buffer at d > 128, O
-//                                       by 16-byte stores
-//   stages/fwd_18_split_kv.cuh          decoding: query heads of a key head in one tile, which reads K and V
-//                                       once; keys split over blocks
+//   stages/fwd_01_naive.cuh              three kernels; S and P, N x N, in HBM
+//   stages/fwd_02_tiled.cuh              the same three kernels, through tiles in shared memory
+//   stages/fwd_03_online_softmax.cuh     FlashAttention-1, Algorithm 1: one kernel, K/V outer loop; m, l, O
+//                                        updated in HBM
+//   stages/fwd_04_flash2.cuh             FlashAttention-2: Q tile a block, K/V inner loop; O, m, l in
+//                                        registers; L written once
+//   stages/fwd_05_register_tiles.cuh     a thread computes an 8 x 8 piece of S and of O: an outer product a
+//                                        step, operands transposed
+//   stages/fwd_06_vectorized.cuh         float4: four numbers an instruction, from HBM, from and to shared
+//                                        memory, and to O
+//   stages/fwd_07_conflict_free.cuh      a layout of lanes and an XOR layout of the transposed tiles that
+//                                        leave no bank conflict
+//   stages/fwd_08_prefetch.cuh           the next tile of K is on its way, in registers, while this one is
+//                                        multiplied
+//   stages/fwd_09_fp32_tuned.cuh         what is left: exp2, masked tiles apart, heavy tiles first,
+//                                        occupancy, tiles by size of the call
+//   stages/fwd_10_wmma.cuh               (after flash2) tensor cores by the portable API; S, P and O through
+//                                        shared memory
+//   stages/fwd_11_mma.cuh                mma.sync and ldmatrix: S and P never leave registers
+//   stages/fwd_12_swizzle.cuh            the XOR swizzle: no bank conflicts
+//   stages/fwd_13_cp_async.cuh           asynchronous copies into a second buffer: the next tile comes while
+//                                        this one is multiplied
+//   stages/fwd_14_exp2.cuh               fewer instructions a score: 2^x with the scale folded in, the mask
+//                                        only in tiles that it cuts
+//   stages/fwd_15_saved_registers.cuh    addresses worked out once, Q's fragments held or not, l in shared
+//                                        memory: room for more rows
+//   stages/fwd_16_wide_warps.cuh         32 rows a warp: a fragment of K or V serves two products
+//   stages/fwd_17_ampere_tuned.cuh       what is left: order of blocks, tile sizes, one buffer at d > 128, O
+//                                        by 16-byte stores
+//   stages/fwd_18_split_kv.cuh           decoding: query heads of a key head in one tile, which reads K and V
+//                                        once; keys split over blocks
+//   stages/fwd_19_tma.cuh                (after exp2) whole tiles by the copy engine: tensor maps and
+//                                        mbarriers instead of cp.async
+//   stages/fwd_20_wgmma.cuh              a warpgroup multiplies from shared memory, asynchronously
+//   stages/fwd_21_warp_specialized.cuh   a producer warp and consumer warpgroups, setmaxnreg, a ring of
+//                                        buffers
+//   stages/fwd_22_overlap.cuh            FlashAttention-3: Q K^T of the next tile under this tile's softmax
+//   stages/fwd_23_lazy_rescale.cuh       O is rescaled only when the factor would exceed 2^8
+//   stages/fwd_24_pingpong.cuh           one warpgroup's softmax under the other's products
+//   stages/fwd_25_persistent.cuh         as many blocks as multiprocessors, the longest tile first, the
+//                                        epilogue under the next tile
+//   stages/fwd_26_hopper_tuned.cuh       what is left: O by TMA stores, tile sizes by head dimension
 // A stage starts with lines for flash_ladder/registry.py: the stage that it grew from (after); at the end of
 // a branch, the architecture from which on calls take it (default), perhaps only some calls; what it knows
 // of dropout, sinks and the like (takes), and what it refuses that others take (refuses); tile sizes and
