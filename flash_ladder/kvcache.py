@@ -24,11 +24,9 @@ from .plan import (
     choose,
     empty_output,
     forward,
-    forward_outputs,
     keep,
     mask_tensors,
     plan_for,
-    run,
 )
 from .stage import Stage
 from .values import as_integer, shown
@@ -77,9 +75,9 @@ def attention_kvcache(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Ten
     """
     arguments = (q, k_cache, v_cache, k, v, cache_seqlens, block_table, causal, mask, scale, sink, num_splits,
                  stage, tiles)
-    return_lse = as_bool("return_lse", return_lse)
-    key = None if torch.compiler.is_compiling() else _key(*arguments)
-    call = _calls.get(key) if key else None
+    if type(return_lse) is not bool:
+        return_lse = as_bool("return_lse", return_lse)
+    key, call = (None, None) if torch.compiler.is_compiling() else _find(*arguments)
     if call is None or call.plan is None or not call.plan.is_current() or not _at_16(q, k_cache, v_cache):
         call = _check(*arguments)
         if key:
@@ -89,61 +87,78 @@ def attention_kvcache(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Ten
         _check_numbers(before, block_table, call.N_max, call.N_new, k_cache)
     if k is not None and v is not None:
         _append(k_cache, v_cache, k, v, before, block_table)
-    lengths = before + call.N_new if call.N_new else before
-    queries, keys, values = (x.transpose(1, 2).resolve_neg() for x in (q, k_cache, v_cache))
-    visible, sink = _visible(queries, keys, causal, mask, call.N_max), as_float(sink)
+        before = before + call.N_new
     if call.plan is None:
-        diagonals = visible.diagonals if isinstance(visible, Bound) else 0
-        o, lse = torch.ops.flash.kvcache(
-            queries, keys, values, lengths, block_table, *as_arguments(visible, Extras(sink=sink)), scale,
-            as_text(stage), diagonals, call.splits, tiles.get("Br"), tiles.get("Bc"))
+        o, lse = _by_operator(q, k_cache, v_cache, before, block_table, causal, mask, scale, sink, stage,
+                              tiles, call)
     else:
-        o, lse = forward_outputs(queries, values)
-        try:
-            run(call.plan, {"Q": queries, "K": keys, "V": values, "O": o, "L": lse, "sink": sink,
-                            "seqlens_k": lengths, "block_table": block_table}, *mask_tensors(visible))
-        except torch.AcceleratorError as error:
-            explain_loss(error)
-            raise
-    return (o.transpose(1, 2), lse) if return_lse else o.transpose(1, 2)
+        if key is None:
+            q, k_cache, v_cache = (x.resolve_neg() for x in (q, k_cache, v_cache))
+        o, lse = _launch(q, k_cache, v_cache, before, block_table, causal, mask, as_float(sink), call)
+    return (o, lse) if return_lse else o
 
 
 class Call(NamedTuple):
-    """What calls with certain arguments and layouts share. plan: None: they need an operator."""
+    """What calls with certain arguments and layouts share. plan: None: they need an operator. o: the layout
+    of their o: shape and strides."""
 
     plan: Plan | None
     N_max: int
     N_new: int
     splits: int
+    o: tuple = ()
 
 
 _calls: dict[tuple, Call] = {}
 
 
-def _key(q, k_cache, v_cache, k, v, cache_seqlens, block_table, causal, mask, scale, sink, num_splits, stage,
-         tiles) -> tuple | None:
-    """All that the check and the choice of a stage depend on, but addresses and numbers on the device; None
-    where they must be anew."""
-    tensors = [q, k_cache, v_cache, *(x for x in (k, v, block_table, sink) if x is not None)]
-    if isinstance(cache_seqlens, torch.Tensor):
-        tensors.append(cache_seqlens)
+def _find(q, k_cache, v_cache, k, v, cache_seqlens, block_table, causal, mask, scale, sink, num_splits, stage,
+          tiles) -> tuple[tuple | None, Call | None]:
+    """(key, call): all that the check and the choice of a stage depend on, but addresses and numbers on the
+    device, or None where they must be anew; and what was found for it before."""
+    others = [x for x in (k, v, block_table, sink, cache_seqlens) if isinstance(x, torch.Tensor)]
     if isinstance(mask, Mask):
-        tensors += [each.tensor for each in mask.arguments]
+        others += [each.tensor for each in mask.arguments]
     elif mask is not None:
-        return None
+        return None, None
     try:
-        if (not is_plain(*tensors) or current_report() or torch.is_grad_enabled() and any(
-                x.requires_grad for x in tensors)):
-            return None
-        there = [x is None for x in (k, v, block_table, sink, cache_seqlens)]
+        if (not is_plain(q, k_cache, v_cache, *others) or current_report() or q.is_neg() or k_cache.is_neg()
+                or v_cache.is_neg() or torch.is_grad_enabled() and any(
+                    x.requires_grad for x in (q, k_cache, v_cache, *others))):
+            return None, None
         numbers = causal, scale, num_splits, *tiles.values()
-        key = (*((x.shape, x.stride(), x.dtype, x.device) for x in tensors), *there,
-               isinstance(cache_seqlens, torch.Tensor), mask and (mask.text, mask.ints, mask.floats), *tiles,
-               *map(type, numbers), *numbers, stage, debug(), torch.are_deterministic_algorithms_enabled())
-        hash(key)
-    except (AttributeError, RuntimeError, TypeError):  # of what is no tensor, or has no strides
-        return None
-    return None if any(isinstance(x, torch.Tensor) for x in numbers) else key       # they may change
+        if any(isinstance(x, torch.Tensor) for x in numbers):                    # they may change
+            return None, None
+        key = (q.shape, q.stride(), q.dtype, q.device, k_cache.shape, k_cache.stride(), k_cache.dtype,
+               k_cache.device, v_cache.shape, v_cache.stride(), v_cache.dtype, v_cache.device,
+               k is None, v is None, block_table is None, sink is None, type(cache_seqlens),
+               *[y for x in others for y in (x.shape, x.stride(), x.dtype, x.device)],
+               mask and (mask.text, mask.ints, mask.floats), *tiles, *map(type, numbers), *numbers, stage,
+               debug(), torch.are_deterministic_algorithms_enabled())
+        return key, _calls.get(key)
+    except (AttributeError, RuntimeError, TypeError):  # of what is no tensor, has no strides, or no hash
+        return None, None
+
+
+def _launch(q, k_cache, v_cache, lengths, block_table, causal, mask, sink, call: Call):
+    """(o, L), by the call's plan."""
+    assert call.plan is not None
+    o = torch.empty_strided(*call.o, dtype=q.dtype, device=q.device)
+    B, N_q, H, _ = q.shape
+    lse = torch.empty((B, H, N_q), dtype=torch.float32, device=q.device)
+    of_mask = () if mask is None else mask_tensors(
+        _visible(q.transpose(1, 2), k_cache.transpose(1, 2), causal, mask, call.N_max))
+    tensors = q, k_cache, v_cache, o, lse, sink, None, lengths, block_table, None, None
+    try:
+        if report := current_report():
+            views = (x.transpose(1, 2) for x in tensors[:4])
+            call.plan.inspect(report, *views, *tensors[4:], *of_mask)
+        else:
+            call.plan.launch(*tensors, *of_mask)
+    except torch.AcceleratorError as error:
+        explain_loss(error)
+        raise
+    return o, lse
 
 
 def _at_16(*tensors: torch.Tensor) -> bool:
@@ -185,9 +200,10 @@ def _check(q, k_cache, v_cache, k, v, cache_seqlens, block_table, causal, mask, 
     cache, extras = Cache(pages, splits), Extras(sink=as_float(sink))
     chosen, sizes = choose(stage, queries, "fwd", None, visible, extras, Keys(keys, cache=cache), **tiles)
     o = empty_output(queries, values, "meta")
+    layout = o.transpose(1, 2)
     plan = plan_for(chosen, sizes, False, visible, as_scale(scale, q.shape[3]),
                     {"Q": queries, "K": keys, "V": values, "O": o, "sink": extras.sink}, cache=cache)
-    return Call(plan, N_max, N_new, splits)
+    return Call(plan, N_max, N_new, splits, (layout.shape, layout.stride()))
 
 
 def _check_shapes(q, k_cache, v_cache, block_table) -> tuple[int, int]:
@@ -306,6 +322,18 @@ def _append(k_cache, v_cache, k, v, before: torch.Tensor, block_table) -> None:
 
 
 # ------------------------------------------------------------------------------------------ the operator
+def _by_operator(q, k_cache, v_cache, lengths, block_table, causal, mask, scale, sink, stage, tiles,
+                 call: Call):
+    """(o, L), where a call is traced, or somebody else looks on."""
+    queries, keys, values = (x.transpose(1, 2).resolve_neg() for x in (q, k_cache, v_cache))
+    visible = _visible(queries, keys, causal, mask, call.N_max)
+    diagonals = visible.diagonals if isinstance(visible, Bound) else 0
+    o, lse = torch.ops.flash.kvcache(
+        queries, keys, values, lengths, block_table, *as_arguments(visible, Extras(sink=as_float(sink))),
+        scale, as_text(stage), diagonals, call.splits, tiles.get("Br"), tiles.get("Bc"))
+    return o.transpose(1, 2), lse
+
+
 @torch.library.custom_op(
     "flash::kvcache", mutates_args=(),
     schema=f"(Tensor q, Tensor k, Tensor v, Tensor seqlens_k, Tensor? block_table, {OPTIONS}, int diagonals, "

@@ -191,10 +191,10 @@ class Plan:
         if device.type == "cpu":
             error = self.library.run(words, None)
         elif device.index == torch.cuda.current_device():
-            error = self.library.run(words, torch.cuda.current_stream(device).cuda_stream)
+            error = self.library.run(words, torch._C._cuda_getCurrentRawStream(device.index))
         else:
             with torch.cuda.device(device):
-                error = self.library.run(words, torch.cuda.current_stream(device).cuda_stream)
+                error = self.library.run(words, torch._C._cuda_getCurrentRawStream(device.index))
         if error is not None:
             raise self.library.failure(error)
 

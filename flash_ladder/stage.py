@@ -55,7 +55,8 @@ class Stage:
     power of 2, window, the keys that a row sees at most by the mask's own numbers, and packed, which is
     N_q * H / H_kv rounded up to one. `calls` is one in B, H, H_kv, N_q, N_k, d. `limits` and `shared`, in
     bytes a block, are in d, Br and Bc; `splits` also in B, H, H_kv, N_q, N_k, Tr, Tc, Td = ceil(d / Bc) and
-    blocks, those that a device has shared memory for at once; `hbm`, in bytes, in splits instead.
+    blocks, those that a device has shared memory for at once, and multiprocessors; `hbm`, in bytes, in splits
+    instead.
     """
 
     number: int
@@ -208,7 +209,8 @@ class Stage:
         and bytes of shared memory of one; a block takes 1 KiB more than it asks for."""
         count, shared_memory = multiprocessors
         blocks = count * max(shared_memory // (self.shared_bytes(sizes["d"], tiles) + 1024), 1)
-        return self._value("splits", self.splits, **sizes, **tiles, **_tiles_of(sizes, tiles), blocks=blocks)
+        return self._value("splits", self.splits, **sizes, **tiles, **_tiles_of(sizes, tiles), blocks=blocks,
+                           multiprocessors=count)
 
     def _value(self, field: str, expression: str, **names: int):
         """Of an expression in the header."""

@@ -1,14 +1,10 @@
-"""Decoding: the stage that calls take beside PyTorch's SDPA and flex_attention, and FlashAttention-3, in one
-process on a GPU.
+"""Decoding: the contenders of bench.py --decode, and FlashAttention-3, in one process on a GPU.
 
     python results/decode.py results/h200                        # writes decode.json there, prints the table
     python results/decode.py results/h200 --fa3 fa3_C.so --cudart libcudart.so.12
     python results/decode.py results/h200 --sweep                # tiles and splits instead; writes nothing
 
-A decode step reads K and V once, and hardly computes: GB/s are of K, V, Q and O, as a share of what a copy
-reads and writes. K and V are taken from several buffers in turn, more than any cache holds. The contenders
-are timed by turns, many calls at a time in a queue that is held back, so that no host time counts; the median
-of the turns is kept. Host time is from call to return. FlashAttention-3 chooses its own number of splits.
+How they are measured, flash_ladder/bench/decode.py says. Host time is from call to return.
 """
 
 import argparse
@@ -19,14 +15,9 @@ import itertools
 import statistics
 import sys
 import time
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
-import torch.nn.functional as F
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
@@ -34,75 +25,23 @@ import ratios  # noqa: E402
 
 import flash  # noqa: E402
 from flash_ladder import ahead, devices  # noqa: E402
-from flash_ladder.bench import peers  # noqa: E402
+from flash_ladder.bench import decode  # noqa: E402
+from flash_ladder.bench.decode import (  # noqa: E402
+    LABELS,
+    PAGE,
+    Buffers,
+    Call,
+    Shape,
+    by_turns,
+    copy_gb_per_s,
+)
 
-ROTATED = 512 << 20          # bytes of K and V in all buffers together, at least
-TURNS = 5
-CALLS = 24                   # in a turn
 HOST_CALLS = 100
 DTYPE = torch.bfloat16
-PAGE = 64
-LABELS = {"ours": "split_kv", "paged": f"pages of {PAGE}", "ampere_tuned": "ampere_tuned", "sdpa": "SDPA",
-          "fa2": "SDPA flash", "flex": "flex_attention", "fa3": "FlashAttention-3"}
-
-
-@dataclass(frozen=True)
-class Shape:
-    """Of a decode step. Each query sees all keys."""
-
-    B: int
-    N_k: int
-    N_q: int = 1
-    H: int = 32
-    H_kv: int = 8
-    d: int = 128
-
-    @property
-    def cache_bytes(self) -> int:
-        """Of K and V."""
-        return 2 * 2 * self.B * self.H_kv * self.N_k * self.d
-
-    @property
-    def moved_bytes(self) -> int:
-        return self.cache_bytes + 2 * 2 * self.B * self.H * self.N_q * self.d
-
-    def __str__(self) -> str:
-        return f"B={self.B} N_q={self.N_q} N_k={self.N_k} H={self.H} H_kv={self.H_kv} d={self.d}"
-
-
 SHAPES = [Shape(1, 8192), Shape(1, 65536), Shape(8, 8192), Shape(64, 1024), Shape(8, 8192, N_q=4),
           Shape(8, 8192, N_q=16), Shape(2, 8192, H_kv=32), Shape(16, 8192, d=64), Shape(4, 8192, d=256)]
 WITH_FLEX = SHAPES[:4]       # it is compiled for each shape, which takes a while
 SWEPT = [Shape(1, 8192), Shape(8, 8192), Shape(64, 1024), Shape(8, 8192, N_q=16)]
-Call = Callable[[int], torch.Tensor]     # of the n-th buffers; gives (B, H, N_q, d)
-
-
-class Buffers:
-    """Random q, k and v (B, heads, N, d), several of each, and the same as a cache in pages."""
-
-    def __init__(self, shape: Shape):
-        count = max(2, -(-ROTATED // shape.cache_bytes))
-        torch.manual_seed(0)
-
-        def random(heads: int, N: int) -> list[torch.Tensor]:
-            return [torch.randn(shape.B, N, heads, shape.d, device="cuda", dtype=DTYPE).transpose(1, 2)
-                    for _ in range(count)]
-
-        self.q = random(shape.H, shape.N_q)
-        self.k, self.v = (random(shape.H_kv, shape.N_k) for _ in "kv")
-        self.lengths = torch.full((shape.B,), shape.N_k, dtype=torch.int32, device="cuda")
-        pages = torch.randperm(shape.B * shape.N_k // PAGE, device="cuda")
-        self.table = pages.view(shape.B, -1).int()
-
-    def rows(self, n: int) -> tuple[torch.Tensor, ...]:
-        """(B, N, heads, d), the n-th of each."""
-        n %= len(self.q)
-        return self.q[n].transpose(1, 2), self.k[n].transpose(1, 2), self.v[n].transpose(1, 2)
-
-    def pages(self, n: int) -> tuple[torch.Tensor, ...]:
-        """The same bytes, taken for pages: other keys than those of k and v, in another order."""
-        q, k, v = self.rows(n)
-        return q, k.reshape(-1, PAGE, *k.shape[2:]), v.reshape(-1, PAGE, *v.shape[2:])
 
 
 def load_fa3(library: Path, cudart: Path | None):
@@ -113,59 +52,12 @@ def load_fa3(library: Path, cudart: Path | None):
     return torch.ops.flash_attn_3
 
 
-def contenders(x: Buffers, shape: Shape, fa3) -> dict[str, Call]:
-    """Each by its name; the first one is flash.attention() as a call without a stage takes it."""
-    gqa = shape.H != shape.H_kv
-
-    def at(n: int) -> tuple[torch.Tensor, ...]:
-        n %= len(x.q)
-        return x.q[n], x.k[n], x.v[n]
-
-    def sdpa(n: int) -> torch.Tensor:
-        return F.scaled_dot_product_attention(*at(n), enable_gqa=gqa)
-
-    def fa2(n: int) -> torch.Tensor:
-        with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
-            return sdpa(n)
-
-    def paged(n: int) -> torch.Tensor:
-        return flash.attention_kvcache(*x.pages(n), cache_seqlens=x.lengths,
-                                       block_table=x.table).transpose(1, 2)
-
-    found: dict[str, Call] = {
-        "ours": lambda n: flash.attention(*at(n)), "paged": paged,
-        "ampere_tuned": lambda n: flash.attention(*at(n), stage="ampere_tuned"), "sdpa": sdpa,
-        "fa2": fa2}
-    if shape in WITH_FLEX:
-        found["flex"] = lambda n: peers.flex(*at(n), score_mod=None, block_mask=None)[0]
+def contenders(x: Buffers, fa3) -> dict[str, Call]:
+    """Those of bench.py --decode; and FlashAttention-3, which chooses its own number of splits."""
+    found = decode.contenders(x, decode.PEERS if x.shape in WITH_FLEX else ("sdpa", "fa2"))
     if fa3:
         found["fa3"] = lambda n: fa3.fwd(*x.rows(n), is_causal=False, num_splits=0)[0].transpose(1, 2)
     return found
-
-
-# ------------------------------------------------------------------------------------------ measuring
-def turn(call: Call) -> float:
-    """Milliseconds of one of CALLS calls, on the GPU."""
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    torch.cuda._sleep(60_000_000)
-    start.record()
-    for n in range(CALLS):
-        call(n)
-    end.record()
-    end.synchronize()
-    return start.elapsed_time(end) / CALLS
-
-
-def by_turns(calls: dict[Any, Call]) -> dict[Any, float]:
-    """The median of each."""
-    for call in calls.values():
-        call(0)
-        call(1)
-    times: dict[Any, list[float]] = {name: [] for name in calls}
-    for _ in range(TURNS):
-        for name, call in calls.items():
-            times[name].append(turn(call))
-    return {name: statistics.median(each) for name, each in times.items()}
 
 
 def host_us(call: Call) -> float:
@@ -179,46 +71,15 @@ def host_us(call: Call) -> float:
     return 1e6 * statistics.median(times)
 
 
-def copy_gb_per_s() -> float:
-    """Bytes read and written by a copy of 1 GiB."""
-    a, b = (torch.empty(1 << 30, dtype=torch.uint8, device="cuda") for _ in range(2))
-    return 2 * a.numel() / by_turns({"copy": lambda n: b.copy_(a)})["copy"] / 1e6
-
-
-def error(name: str, o: torch.Tensor, x: Buffers, shape: Shape) -> float:
-    """The largest error of a contender's result for the first buffers, beside float64."""
-    worst = 0.0
-    for b in range(shape.B):        # one after the other: they are large
-        q, k, v = x.q[0][b], x.k[0][b], x.v[0][b]
-        if name == "paged":
-            _, *pages = x.pages(0)
-            k, v = (y[x.table[b].long()].flatten(0, 1).transpose(0, 1) for y in pages)
-        q, k, v = (y.double() for y in (q, k, v))
-        k, v = (y.repeat_interleave(shape.H // shape.H_kv, 0) for y in (k, v))
-        right = torch.softmax(q @ k.mT / shape.d**0.5, -1) @ v
-        worst = max(worst, (o[b].double() - right).abs().max().item())
-    return worst
-
-
 def measured(shape: Shape, copy: float, fa3, say) -> list[dict]:
-    """A row for each contender; its status says why one has no time."""
+    """A row for each contender, with its host time."""
     x = Buffers(shape)
-    calls, rows = contenders(x, shape, fa3), {}
-    for name, call in list(calls.items()):
-        row: dict = {"status": "ok", "error": None, "ms": None, "gb_per_s": None, "of_copy": None,
-                     "host_us": None}
-        rows[name] = asdict(shape) | {"name": name} | row
-        try:
-            rows[name]["error"] = error(name, call(0), x, shape)
-        except Exception as problem:  # whatever a peer or its compiler raises
-            rows[name]["status"] = (str(problem).splitlines() or [type(problem).__name__])[0][:200]
-            del calls[name]
-    times = by_turns(calls)
-    for name, ms in times.items():
-        gb = shape.moved_bytes / ms / 1e6
-        rows[name] |= {"ms": ms, "gb_per_s": gb, "of_copy": gb / copy, "host_us": host_us(calls[name])}
-    say(f"{shape}: " + ", ".join(f"{name} {ms * 1e3:.1f} us" for name, ms in times.items()))
-    return list(rows.values())
+    calls = contenders(x, fa3)
+    rows = decode.measured(x, calls, copy)
+    for row in rows:
+        row["host_us"] = host_us(calls[row["name"]]) if row["ms"] else None
+    say(f"{shape}: " + ", ".join(f"{row['name']} {row['ms'] * 1e3:.1f} us" for row in rows if row["ms"]))
+    return rows
 
 
 # ------------------------------------------------------------------------------------------ builds
@@ -243,7 +104,7 @@ def prepare(shapes: list[Shape], say) -> None:
         for shape in filter(WITH_FLEX.__contains__, shapes):
             with contextlib.suppress(Exception):
                 x = Buffers(shape)
-                contenders(x, shape, None)["flex"](0)
+                contenders(x, None)["flex"](0)
             say(f"flex_attention, compiled: {shape}")
         building.result()
     say(f"{len(each)} builds of stages")
@@ -285,35 +146,18 @@ def sweep(say) -> None:
 # ------------------------------------------------------------------------------------------ in words
 def table(data: dict) -> str:
     """The result in Markdown: a line for each shape."""
+    first = next(iter(decode.by_shape(data["rows"]).values()))
     names = list(dict.fromkeys(row["name"] for row in data["rows"]))
-    lines = [f"| shape | K and V | {' | '.join(LABELS[name] for name in names)} | of the best peer |",
-             f"|---|---:|{'---:|' * len(names)}---:|"]
-    groups: dict[Shape, dict[str, dict]] = {}
-    for row in data["rows"]:
-        shape = Shape(**{name: row[name] for name in ("B", "N_k", "N_q", "H", "H_kv", "d")})
-        groups.setdefault(shape, {})[row["name"]] = row
-    for shape, found in groups.items():
-        cells = []
-        for name in names:
-            row = found.get(name)
-            cells.append("-" if row is None else row["status"] if row["ms"] is None else
-                         f"{1e3 * row['ms']:.1f} us, {row['gb_per_s']:.0f} ({100 * row['of_copy']:.0f} %)")
-        best = min((row["ms"] for name, row in found.items()
-                    if row["ms"] and name not in ("ours", "paged", "ampere_tuned")), default=None)
-        ours = found["ours"]["ms"]
-        share = f"{best / ours:.2f}" if best and ours else "-"
-        lines.append(f"| {shape} | {shape.cache_bytes / 2**20:.0f} MiB | {' | '.join(cells)} | {share} |")
-    first = next(iter(groups.values()))
     host = ", ".join(f"{LABELS[name]} {row['host_us']:.0f}" for name, row in first.items() if row["host_us"])
     worst = ", ".join(f"{LABELS[name]} {max(errors):.1e}" for name in names
                       if (errors := [row["error"] for row in data["rows"]
                                      if row["name"] == name and row["error"] is not None]))
-    origin = (f"Decode steps, bf16; {data['device']}; {data['date']}, by `python results/decode.py`. Of "
-              "each: time, and GB/s of K, V, Q and O, as a share of a copy's "
-              f"{data['copy_gb_per_s']:.0f}. Of the best peer: its time over split_kv's. Each query sees all "
-              f"keys; K and V lie in several buffers in turn, {ROTATED >> 20} MiB or more in all. "
-              f"Microseconds from call to return: {host}. Largest error beside float64: {worst}.")
-    return "\n".join([*lines, "", origin])
+    return "\n".join([
+        decode.table(data["rows"]), "",
+        f"Decode steps, bf16; {data['device']}; {data['date']}, by `python results/decode.py`. "
+        f"{decode.caption(data['copy_gb_per_s'])}; K and V lie in several buffers in turn, "
+        f"{decode.ROTATED['cuda'] >> 20} MiB or more in all. Microseconds from call to return: {host}. "
+        f"Largest error beside float64: {worst}."])
 
 
 def main(argv: list[str] | None = None) -> None:

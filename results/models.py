@@ -2,7 +2,9 @@
 
     python examples/train_gpt.py --size 124m --dtype bf16 --attention all --backend flash --out FOLDER
 
-Its JSON goes to results/h200/models/, and `make readme` makes a table of what lies there.
+Its JSON goes to results/h200/models/, and `make readme` makes a table of what lies there. In its folder
+compiled/ are pairs of runs with --attention flash, one of them with --compile: NAME.json and
+NAME_compiled.json.
 """
 
 import json
@@ -35,4 +37,20 @@ def table(folder: Path) -> str:
     origin = (f"{' and '.join(devices)}, by `examples/train_gpt.py --attention all`. Final loss: the mean "
               "over the last tenth of the steps. Three seeds of eager's are apart by: "
               f"{'; '.join(spreads)}.")
-    return "\n".join([*lines, "", origin])
+    return "\n".join([*lines, "", origin, *compiled(folder / "compiled")])
+
+
+def compiled(folder: Path) -> list[str]:
+    """A paragraph about torch.compile, if there are runs with it."""
+    pairs = []
+    for file in sorted(folder.glob("*_compiled.json")):
+        with_it, without = (json.loads(each.read_text()) for each in (
+            file, file.with_name(file.name.replace("_compiled", ""))))
+        run, losses = with_it["settings"], [x["results"][0]["losses"] for x in (with_it, without)]
+        apart = max(abs(x / y - 1) for x, y in zip(*losses, strict=True))
+        final = [x["results"][0]["final_loss"] for x in (with_it, without)]
+        pairs.append(f"{run['model']} {run['size']}, {run['dtype']}, {run['steps']} steps: final loss "
+                     f"{final[0]:.4f}, {final[1]:.4f} without; no step's is further apart than "
+                     f"{100 * apart:.3f} %")
+    what = "With `--compile`, torch.compile(fullgraph=True), which allows no graph break"
+    return [f"\n{what}: {'; '.join(pairs)}."] if pairs else []

@@ -10,10 +10,11 @@
 //          packed > 32: Br=64 Bc=64; packed > 32 and d <= 64: Br=128 Bc=64
 // limits:  Br % 16 == 0; Br <= 256; Bc % 16 == 0; Bc <= 128
 // shared:  2 * (Br + (4 if d <= 128 else 2) * Bc) * ((d + 63) // 64 * 64) + 16 * Br
-// splits:  ceil_div(Tc, ceil_div(Tc, max(1, blocks // (B * H_kv * ceil_div(N_q * H // H_kv, Br)))))
+// splits:  ceil_div(Tc, ceil_div(Tc, max(1, min(blocks, multiprocessors * (16384 if d <= 128 else 32768) //
+//          (Bc * d)) // (B * H_kv * ceil_div(N_q * H // H_kv, Br)))))
 // workspace: parts
 // hbm:     4 * B * H_kv * ceil_div(N_q * H // H_kv, Br) * N_k * d + 2 * B * H * N_q * (d * (splits + 1) + 2 +
-//          (0 if splits == 1 else 2 * (splits + ceil_div(splits, 8) * 8) * (d + ceil_div(d, 32))))
+//          (0 if splits == 1 else 2 * (splits + max(splits, 4)) * d + 4 * splits * ceil_div(splits + 4, 4)))
 // predicted: with one query, H=32 H_kv=8 d=128 N_k=8192: 10x at B=1 (396 blocks, not 32), 3x at B=32 (K and V
 //          are read once, not four times); 0.9x where there are many queries
 //
@@ -32,8 +33,13 @@
 //     (Dao, Haziza, Massa, Sizov, "Flash-Decoding for long-context inference", 2023.)
 //
 // How much has to be under way so that HBM is never idle, Little's law says: 4.8 TB/s times some 0.8 us are
-// 30 KB for each of an H200's 132 multiprocessors. A tile of K and one of V are 32 KB at d = 128, and three
-// blocks share a multiprocessor. `splits` (above) is as many ranges as make so many blocks on each of them.
+// 30 KB for each of an H200's 132 multiprocessors. Copies of the next tiles of K and V start before this tile
+// is multiplied, so at d = 128 a block always has 32 KB under way. `splits` (above) makes two such blocks for
+// each multiprocessor: a third one reads no faster, and there is more to merge.
+//
+// A merge launched in the usual way costs 4 to 9 us on an H200, which reads 20 to 40 MB in that time. So both
+// kernels may start before the one in front of them has ended (common/launch.cuh), and wait. And a thread of
+// the merge loads four ranges at a time, and neighbours share what is more: that costs 1 to 4 us.
 //
 // Tiles: where the heads alone make blocks enough, Bc = 32, as five of them then share a multiprocessor
 // (B=64, H=32, H_kv=8, d=128, N_k=1024: 64.5 us on an H200, with Bc = 64 77). More than 32 packed rows take
@@ -42,9 +48,9 @@
 // Changed from ampere_tuned: these, and the order of blocks. A mask is asked about a row's query; one that
 // differs by head is refused, as is dropout. The sink belongs to the first range. A range without a key has
 // L = -inf, and weighs nothing.
-//
 // HBM traffic without caches (hbm, above): K and V once for each tile of packed rows; Q once for each range;
-// O and L of each range, both ways. merge_kernel reads 8 ranges at a time, the last one up to 8 times.
+// O and L of each range, both ways. The step is larger than the ladder's limit: without an early merge by
+// many threads, splitting gains less.
 #pragma once
 #include "common/address.cuh"
 #include "common/copy_tile.cuh"
@@ -63,6 +69,8 @@ constexpr int Br = BLOCK_R, Bc = BLOCK_C;
 constexpr int warp_rows = Br % 128 == 0 && d <= 128 ? 32 : 16;
 constexpr int strips = warp_rows / 16;
 constexpr int warps = Br / warp_rows, threads = 32 * warps;
+// merge_kernel's, of a row: one for four columns, in whole warps; and how many may share these
+constexpr int merge_threads = (d_v + 127) / 128 * 32, most_shares = 512 / merge_threads;
 constexpr int pitch = (d + 63) / 64 * 64; // from a row of a tile in shared memory to the next
 constexpr int buffers = d <= 128 ? 2 : 1; // tiles each of K and V in shared memory
 constexpr int blocks_per_sm = Br > 64 ? 1 : d <= 64 ? 4 : 2;  // at least: so many registers may a thread have
@@ -74,16 +82,19 @@ __device__ __forceinline__ ELEMENT* packed_row(const Tensor& x, int b, int h_kv,
   return x.head(b, h_kv * G + row % G) + row / G * x.stride_n;
 }
 
-// What a range of keys has of a row (of all B * H * N_q): L, and then O
+// What a range of keys has of a row (of all B * H * N_q): L, and four floats on O
 __device__ __forceinline__ float* part(const FwdParams& p, int split, int64_t row) {
-  return static_cast<float*>(p.workspace) + ((int64_t)split * p.B * p.H * p.N_q + row) * (1 + d_v);
+  return static_cast<float*>(p.workspace) + ((int64_t)split * p.B * p.H * p.N_q + row) * (4 + d_v);
 }
 
+struct alignas(16) Four { float x[4]; };
 // Where the element (row, col) of a tile is
 __device__ __forceinline__ int tile_index(int row, int col) { return swizzled(row, col, pitch); }
 
 // One block per tile of packed rows and range of keys. Line numbers are those of Algorithm 1.
 __global__ void __launch_bounds__(threads, blocks_per_sm) forward_kernel(FwdParams p) {
+  start_next_kernel();                      // as early as there is room for its blocks
+  wait_for_previous_kernel();
   const int G = p.H / p.H_kv, rows = p.N_q * G, Tr = ceil_div(rows, Br);     // lines 1, 2
   const Work work = dispatch_order(Tr, p.B * p.H_kv * p.splits, 1);      // line 3
   const int i = work.tile, bh = work.bh / p.splits, split = work.bh % p.splits;
@@ -92,10 +103,7 @@ __global__ void __launch_bounds__(threads, blocks_per_sm) forward_kernel(FwdPara
   const int warp_row = i * Br + warp * warp_rows;    // the first of this warp's rows
   if (KV_CACHE) p.N_k = p.seqlens_k[b];
   const Mask mask(p, b, h_kv * G);
-  auto tiles = mask.key_tiles(i / G);       // of Br queries, of which these are some
-  int t = (int64_t)tiles.end * split / p.splits;
-  tiles.end = (int64_t)tiles.end * (split + 1) / p.splits;    // this range: tiles[t] to there
-  tiles.cut = min(tiles.cut, tiles.end);
+  const auto tiles = part_of(mask.key_tiles(i / G), split, p.splits);    // of Br queries: these are some
   const auto K = rows_of(p.K, p, b, h_kv);
   const auto V = rows_of(p.V, p, b, h_kv);
 
@@ -106,10 +114,8 @@ __global__ void __launch_bounds__(threads, blocks_per_sm) forward_kernel(FwdPara
   float* l_smem = reinterpret_cast<float*>(V_smem + buffers * Bc * pitch) + threadIdx.x;   // next: + threads
   auto row_of_Q = [&](int row) { return packed_row(p.Q, b, h_kv, G, row); };
   copy_rows<threads>(Q_smem, tile_index, row_of_Q, i * Br, Br, rows);    // line 4
-  const int first_key = t < tiles.end ? tiles[t] * Bc : p.N_k;           // line 7, or nothing
-  ELEMENT* V_first = V_smem + t % buffers * Bc * pitch;
-  copy_tile<threads>(K_smem + t % buffers * Bc * pitch, tile_index, K, p.K.stride_n, first_key, Bc, p.N_k);
-  if (buffers == 2) copy_tile<threads, d_v>(V_first, tile_index, V, p.V.stride_n, first_key, Bc, p.N_k);
+  copy_tile<threads>(K_smem, tile_index, K, p.K.stride_n, tiles[0] * Bc, Bc, p.N_k);     // line 7
+  if (buffers == 2) copy_tile<threads, d_v>(V_smem, tile_index, V, p.V.stride_n, tiles[0] * Bc, Bc, p.N_k);
   cp_async_commit();
   cp_async_wait<0>();
   __syncthreads();
@@ -138,6 +144,7 @@ __global__ void __launch_bounds__(threads, blocks_per_sm) forward_kernel(FwdPara
     l_smem[r * threads] = SINK && split == 0 && lane % 4 == 0 ? 1.f : 0.f;
   }
 
+  int t = 0;
   #pragma unroll                            // two loops over t: whole tiles, then those that the mask cuts
   for (int cut = 0; cut < 2; cut++) {
     for (; t < (cut ? tiles.end : tiles.cut); t++) {                     // line 6
@@ -148,6 +155,11 @@ __global__ void __launch_bounds__(threads, blocks_per_sm) forward_kernel(FwdPara
       const uint32_t K_j = K_address + 2 * buffer, V_j = V_address + 2 * buffer;
       if (buffers == 1) {                   // V_j is not
         copy_tile<threads, d_v>(V_smem, tile_index, V, p.V.stride_n, j * Bc, Bc, p.N_k);
+        cp_async_commit();
+      } else if (t + 1 < tiles.end) {       // to where the last K_j and V_j were
+        const int next = tiles[t + 1] * Bc;
+        copy_tile<threads>(K_smem + next_buffer, tile_index, K, p.K.stride_n, next, Bc, p.N_k);
+        copy_tile<threads, d_v>(V_smem + next_buffer, tile_index, V, p.V.stride_n, next, Bc, p.N_k);
         cp_async_commit();
       }
 
@@ -169,11 +181,9 @@ __global__ void __launch_bounds__(threads, blocks_per_sm) forward_kernel(FwdPara
         cp_async_wait<0>();
         __syncthreads();                    // now it is; and all are done with K_j
       }
-      if (t + 1 < tiles.end) {              // to where the last K_j and V_j were, or K_j
+      if (buffers == 1 && t + 1 < tiles.end) {       // to where K_j was
         const int next = tiles[t + 1] * Bc;
         copy_tile<threads>(K_smem + next_buffer, tile_index, K, p.K.stride_n, next, Bc, p.N_k);
-        if (buffers == 2)
-          copy_tile<threads, d_v>(V_smem + next_buffer, tile_index, V, p.V.stride_n, next, Bc, p.N_k);
         cp_async_commit();
       }
       if (warp_row >= rows) continue;       // this warp only copies
@@ -221,7 +231,7 @@ __global__ void __launch_bounds__(threads, blocks_per_sm) forward_kernel(FwdPara
   }
   if (p.splits > 1) {
     for_each(O_reg, [&](float x, int row, int col) {
-      if (warp_row + row < rows && col < d_v) part(p, split, row_of_L(warp_row + row))[1 + col] = x;
+      if (warp_row + row < rows && col < d_v) part(p, split, row_of_L(warp_row + row))[4 + col] = x;
     });
     return;
   }
@@ -239,39 +249,52 @@ __global__ void __launch_bounds__(threads, blocks_per_sm) forward_kernel(FwdPara
   }
 }
 
-// Of a row, over the ranges s: L = log(sum_s e^L_s), O = sum_s e^(L_s - L) O_s. A block has a row, a thread a
-// column.
-__global__ void merge_kernel(FwdParams p) {
-  const int64_t row = blockIdx.x;
-  const int bh = row / p.N_q, query = row % p.N_q, col = threadIdx.x;
-  float m = -INFINITY, l = 0.f, O = 0.f;
-  for (int s = col % 32; s < p.splits; s += 32) m = fmaxf(m, *part(p, s, row));
+// Of a row, over the ranges s: L = log(sum_s e^L_s), O = sum_s e^(L_s - L) O_s. A block has a row, a thread
+// four columns. If there are many ranges, `shares` neighbours have the same columns, and divide the ranges.
+__global__ void __launch_bounds__(512, 1) merge_kernel(FwdParams p) {
+  wait_for_previous_kernel();
+  start_next_kernel();                      // now: its blocks find all multiprocessors free
+  const int row = blockIdx.x, bh = row / p.N_q, query = row % p.N_q;
+  const int shares = blockDim.x / merge_threads, share = threadIdx.x % shares, col = threadIdx.x / shares * 4;
+  float m = -INFINITY, l = 0.f, O[4] = {};
+  for (int s = threadIdx.x % 32; s < p.splits; s += 32) m = fmaxf(m, *part(p, s, row));
   m = warp_max(m);
-  if (col >= d_v) return;
   // --- the ranges, merged
   if (m == -INFINITY) m = 0.f;              // no range has a key that counts: -inf - -inf is NaN
-  for (int first = 0; first < p.splits; first += 8) {
-    #pragma unroll                          // 8: their loads overlap, also those of the last ones
-    for (int s = first; s < first + 8; s++) {
+  for (int first = col < d_v ? share : p.splits; first < p.splits; first += 4 * shares) {
+    #pragma unroll                          // four: their loads overlap, also those of the last range
+    for (int n = 0; n < 4; n++) {
+      const int s = first + n * shares;
       const float* L_s = part(p, min(s, p.splits - 1), row);
-      const float factor = s < p.splits ? fast_exp2(LOG2_E * (*L_s - m)) : 0.f;
+      const Four O_s = *reinterpret_cast<const Four*>(L_s + 4 + col);
+      const float factor = fast_exp2(LOG2_E * (*L_s - m)) * (s < p.splits);
       l += factor;
-      O += factor * L_s[1 + col];
+      for (int c = 0; c < 4; c++) O[c] += factor * O_s.x[c];
     }
   }
-  p.O.head(bh / p.H, bh % p.H)[query * p.O.stride_n + col] = ELEMENT(l == 0.f ? 0.f : O / l);
-  if (col == 0) p.L[row] = m + logf(l);
+  l = warp_sum(l, shares);
+  #pragma unroll
+  for (int c = 0; c < 4; c++) {
+    O[c] = warp_sum(O[c], shares);
+    if (share == 0 && col < d_v)
+      p.O.head(bh / p.H, bh % p.H)[query * p.O.stride_n + col + c] = ELEMENT(l == 0.f ? 0.f : O[c] / l);
+  }
+  if (threadIdx.x == 0) p.L[row] = m + logf(l);
   // ---
 }
 
 size_t workspace_bytes(const FwdParams& p) {
-  return p.splits == 1 ? 0 : sizeof(float) * p.splits * p.B * p.H * p.N_q * (1 + d_v);
+  return p.splits == 1 ? 0 : sizeof(float) * p.splits * p.B * p.H * p.N_q * (4 + d_v);
 }
 
 cudaError_t launch(const FwdParams& p, cudaStream_t stream) {
   const size_t bytes = sizeof(ELEMENT) * (Br + 2 * buffers * Bc) * pitch + sizeof(float) * 4 * Br;
   allow_shared_memory(forward_kernel, bytes);
-  forward_kernel<<<p.B * p.H_kv * p.splits * ceil_div(p.N_q * p.H / p.H_kv, Br), threads, bytes, stream>>>(p);
-  if (p.splits > 1) merge_kernel<<<p.B * p.H * p.N_q, (d_v + 31) / 32 * 32, 0, stream>>>(p);
+  const int blocks = p.B * p.H_kv * p.splits * ceil_div(p.N_q * p.H / p.H_kv, Br);
+  cudaLaunchKernelEx(EarlyLaunch(blocks, threads, bytes, stream), forward_kernel, p);
+  int shares = 1;
+  while (4 * shares < p.splits && shares < most_shares) shares *= 2;
+  const EarlyLaunch merge(p.B * p.H * p.N_q, shares * merge_threads, 0, stream);
+  if (p.splits > 1) cudaLaunchKernelEx(merge, merge_kernel, p);
   return cudaGetLastError();
 }

@@ -11,10 +11,10 @@
 //
 // Every thread has helped to copy so far: for each 16 bytes it worked out two addresses, compared the row
 // with N and issued a cp.async. Hopper has an engine for it, TMA. One thread asks for a box of a tensor, and
-// the hardware walks through its rows, fills with zeros what is past the end, and swizzles. common/tma.cuh has
-// the instructions, the layout and the tensor map that describes a tensor to the engine.
+// the hardware walks through its rows, fills with zeros what is past the end, and swizzles. common/tma.cuh
+// has the instructions, the layout and the tensor map that describes a tensor to the engine.
 //
-// Nobody waits for a copy of its own any more: an mbarrier in shared memory (common/mbarrier.cuh) counts the
+// Nobody waits for a copy of its own any more: an mbarrier in shared memory (common/hopper.cuh) counts the
 // bytes that have come, and all threads wait for it. One a buffer is enough:
 //
 //   arrived[t % 2]     phase t / 2 is complete when K_j and V_j of the t-th tile have come, with Q for t = 0
@@ -72,11 +72,13 @@ __global__ void __launch_bounds__(threads, 1) forward_kernel(
   __syncthreads();
 
   auto load_tiles = [&](int t) {            // K_j and V_j of the t-th tile, by thread 0
+    // --- bytes and boxes
     uint64_t* arrived = arrived_smem + t % 2;
     mbarrier_arrive_expect(arrived, 2 * tile_bytes + (t == 0 ? sizeof(ELEMENT) * Br * pitch : 0));
     if (t == 0) load_panels(Q_smem, Q_map, arrived, Br, i * Br, h, b);                   // line 4
     load_panels(K_smem + t % 2 * Bc * pitch, K_map, arrived, Bc, tiles[t] * Bc, h_kv, b);  // line 7
     load_panels(V_smem + t % 2 * Bc * pitch, V_map, arrived, Bc, tiles[t] * Bc, h_kv, b);
+    // ---
   };
   if (threadIdx.x == 0 && tiles.end > 0) load_tiles(0);
 
@@ -94,8 +96,10 @@ __global__ void __launch_bounds__(threads, 1) forward_kernel(
   for (int cut = 0; cut < 2; cut++) {
     for (; t < (cut ? tiles.end : tiles.cut); t++) {                     // line 6
       const int j = tiles[t];
+      // --- the head of a tile
       mbarrier_wait(arrived_smem + t % 2, t / 2 % 2);
       __syncthreads();                      // K_j and V_j are there; and all are done with the last ones
+      // ---
       const int buffer = t % 2 * Bc * pitch;
       const ELEMENT *K_j = K_smem + buffer, *V_j = V_smem + buffer;
 

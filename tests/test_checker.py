@@ -195,6 +195,21 @@ def test_right_but_odd():
         "bytes": 64, "threes": 768, "halves": 128}
 
 
+def test_a_kernel_that_starts_before_the_last_one_ends():
+    """Of what that one uses it may touch nothing before it has waited: 40 threads have not."""
+    def run(fixed):
+        x, out = torch.randn(64), torch.zeros(128)
+        return call(WRONG, "too_early", x, out, fixed, x=x, out=out)
+
+    assert (run(1)[0].findings, run(1)[1]) == ([], None)
+    report, error = run(0)
+    assert error is None and {f.what for f in report.findings} == {"too early"}
+    assert {(f.element.partition("[")[0], f.parties[-1].kind): f.count for f in report.findings} == {
+        ("x", "write"): 40, ("out", "read"): 40}
+    assert {place.line for f in report.findings for place in f.places} == lines_of("too_early")
+    assert "wait_for_previous_kernel() must come first" in report.findings[0].message
+
+
 def test_all_of_shared_memory():
     x, out = torch.randn(64), torch.zeros(64)
     report, error = call(WRONG, "all_of_shared_memory", x, out, 227 * 1024 - 1024, x=x, out=out)
@@ -367,8 +382,8 @@ def derived_bytes(stage: str, N: int, d: int, Br: int, Bc: int) -> int:
             numbers += 2 * rows * d + sum(2 * keys * d for keys in tiles_of_k)       # Q_i, O_i; K_j, V_j
         splits, merged = len(tiles_of_k), 0
         if stage == "split_kv" and splits > 1:           # a block for each key tile: Q_i each time, L_s, O_s
-            numbers += (splits - 1) * N * d              # both written, and read by two warps, by 8 in turn
-            merged = splits * (1 + d) + splits * 2 + -(-splits // 8) * 8 * (2 + d)
+            numbers += (splits - 1) * N * d              # both written, and read, four at a time
+            merged = splits * (1 + d) + splits + 4 * (1 + d)
         return BY_NAME[stage].dtypes[0].itemsize * numbers + 4 * N * (1 + merged)    # L
     return 4 * numbers
 

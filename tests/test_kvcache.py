@@ -1,6 +1,7 @@
 """Decoding: attention_kvcache() over caches in one piece and in pages, and the calls that take split_kv."""
 
 import contextlib
+import json
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ from conftest import check, max_error, random_qkv
 
 import flash
 from flash_ladder import attention, launch, plan, registry
+from flash_ladder.bench import decode, modes
 from flash_ladder.grid import errors, wrong
 
 M = flash.masks
@@ -140,6 +142,19 @@ def test_masks_and_sinks(stage, device):
         torch.testing.assert_close(lse[b:b + 1], expected[1], rtol=0, atol=1e-5)
         if stage == "ampere_tuned":
             assert torch.equal(o[b:b + 1].transpose(1, 2), expected[0])
+
+
+def test_the_merge_waits_for_the_ranges(tmp_path):
+    """Without it, all that it reads may not be there yet."""
+    source = flash.find_stage("split_kv", torch.bfloat16, torch.device("cpu")).path.read_text()
+    kernels = source.split("wait_for_previous_kernel();")
+    assert len(kernels) == 3
+    (tmp_path / "mine.cuh").write_text("wait_for_previous_kernel();".join(kernels[:2]) + kernels[2])
+    q, k, v, options = cache()
+    with flash.inspect() as report:
+        flash.attention_kvcache(q, k, v, stage=tmp_path / "mine.cuh", num_splits=2, **options)
+    assert {(f.what, f.kernel, f.element.partition("[")[0]) for f in report.findings} == {
+        ("too early", "merge_kernel", "parts")}
 
 
 @pytest.mark.parametrize("stage, splits", [("split_kv", 2), ("ampere_tuned", 0)])
@@ -320,3 +335,44 @@ def test_errors(what):
     changes, message = WRONG[what]
     with pytest.raises(ValueError, match=message):
         flash.attention_kvcache(**changed(**changes))
+
+
+# ------------------------------------------------------------------------------------------ bench.py --decode
+def test_bench(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(flash, "default_device", lambda: torch.device("cpu"))
+    where = ["--out", str(tmp_path), "--seqlens", "512", "--heads", "4:2"]
+    assert modes.main(["--decode", "--queries", "1,3", "--peers", "sdpa,flex", *where]) == 0
+    rows = json.loads((tmp_path / "decode.json").read_text())["rows"]
+    assert [(row["N_q"], row["name"], row["status"]) for row in rows] == [
+        (N_q, name, "failed" if name == "flex" else "ok")
+        for N_q in (1, 3) for name in ("ours", "paged", "ampere_tuned", "sdpa", "flex")]
+    assert all(row["error"] < 1e-2 and row["ms"] > 0 for row in rows if row["name"] != "flex")
+    one = decode.Shape(1, 512, 3, 4, 2, 64)
+    moved = 2 * (2 * 2 * 512 * 64 + 2 * 4 * 3 * 64)          # K and V, Q and O
+    assert one.moved_bytes == moved == pytest.approx(1e6 * rows[5]["gb_per_s"] * rows[5]["ms"])
+    out, err = capsys.readouterr()
+    assert f"| {one} | 0.25 MiB | " in out and "a copy's" in out
+    assert f"flex_attention, {one}: needs a GPU" in err
+
+
+def test_an_error_of_the_bench():
+    """The pages hold other keys: it is their own result that theirs is compared with."""
+    x = decode.Buffers(decode.Shape(2, 128, 1, 4, 2, 64), "cpu")
+    calls = decode.contenders(x, ["sdpa"])
+    ours, paged = (calls[name](0) for name in ("ours", "paged"))
+    assert decode.error("ours", ours, x) < 1e-2 > decode.error("paged", paged, x)
+    assert decode.error("ours", paged, x) > 0.1 < decode.error("paged", ours, x)
+
+
+@pytest.mark.parametrize("arguments, message", [
+    (["--decode", "--queries", "1,17"], "--queries: 17; a decode step has up to 16"),
+    (["--decode", "--seqlens", "100"], "--seqlens: 100; with --decode a multiple of 64"),
+    (["--decode", "--dtype", "fp32"], "--decode: caches are of 16-bit types"),
+    (["--decode", "--peers", "math"], "there is no 'math'; with --decode there are sdpa, fa2, flex"),
+    (["--decode", "--pass", "bwd"], "--decode: times forward calls that see all keys, and takes no --pass"),
+    (["--decode", "--varlen"], "takes no --varlen"),
+    (["--queries", "4"], "--queries: goes with --decode")])
+def test_errors_of_the_bench(arguments, message, capsys):
+    with pytest.raises(SystemExit):
+        modes.main(arguments)
+    assert message in " ".join(capsys.readouterr().err.split())

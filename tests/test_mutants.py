@@ -185,11 +185,11 @@ MUTANTS = [
         for what, pattern, replacement in [
             ("the mask asked about a packed row", r"cut, G\)", "cut)"),
             ("tiles of Q counted in packed rows", r"key_tiles\(i / G\)", "key_tiles(i)"),
-            ("ranges that overlap", r"tiles\.end \* split / p\.splits",
-             "tiles.end * max(split - 1, 0) / p.splits"),
+            ("ranges that overlap", r"part_of\((.*), split, p\.splits\)",
+             r"part_of(\1, max(split - 1, 0), p.splits)"),
             ("a head's rows apart", r"row % G\) \* p\.N_q \+ row / G", "row / p.N_q) * p.N_q + row % p.N_q"),
             ("ranges with the same weight", r"fast_exp2\(LOG2_E \* \(\*L_s - m\)\)", "1.f"),
-            ("the last range counted up to eight times", r"s < p\.splits \? (.*) : 0\.f;", r"\1;"),
+            ("the last range counted up to four times", r" \* \(s < p\.splits\);", ";"),
             ("L without the maximum", r"m \+ logf\(l\)", "logf(l)"),
         ]
     ),

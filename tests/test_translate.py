@@ -29,7 +29,7 @@ def pointer(x: torch.Tensor) -> ctypes.c_void_p:
 
 def test_every_form_of_a_launch_runs(launches):
     library, integers = launches
-    out = integers(18)
+    out = integers(19)
     assert library.launch_all(pointer(out), None) is None
 
     def noted(value, blocks=1, threads=32, blocks_y=1):
@@ -54,6 +54,7 @@ def test_every_form_of_a_launch_runs(launches):
         noted(16),
         noted(17),
         noted(1_001_000),
+        noted(11, 2),
     ]
 
 
@@ -89,6 +90,9 @@ def test_assembly_between_ifdef_and_else(launches):
             "k<<<1'000, 1>>>(x); l<<<2'000, 1>>>(x);",
             '::sim::Launcher(1\'000, 1)("k", k, x); ::sim::Launcher(2\'000, 1)("l", l, x);',
         ),
+        ("x = cudaLaunchKernelEx(&c[f(1, 2)], a::k<1>, y, z);",
+         'x = ::sim::Launcher{&c[f(1, 2)]}("a::k<1>", a::k<1>, y, z);'),
+        ("cudaLaunchKernelEx ( &c, k);", '::sim::Launcher{ &c}("k", k);'),
         ("x = a << b; y = a >> b;  // k<<<1, 1>>>(x)", "x = a << b; y = a >> b;  // k<<<1, 1>>>(x)"),
         (
             's = "k<<<1, 1>>>(x) \\" __shared__"; c = \'"\';',
@@ -114,6 +118,7 @@ def test_the_text(source, expected):
             2,
             "this form of __shared__ is not understood: declare one array a statement",
         ),
+        ("void f() {\n  cudaLaunchKernelEx(&c);\n}", 2, "write `cudaLaunchKernelEx(configuration, kernel,"),
         ("void k() {\n\n  __shared__ float* a;\n}", 3, "this form of __shared__ is not understood"),
         ("void k() {\n  extern __shared__ float a[3];\n}", 2, "this form of __shared__ is not understood"),
         (

@@ -14,6 +14,8 @@ import flash
 
 from .choosing import choose_peers, choose_stages
 from .competitors import PEERS, why_not
+from .decode import MOST_QUERIES, PAGE, QUERIES
+from .decode import PEERS as DECODE_PEERS
 from .masked import BLOCKS, SYNTAX, pattern
 from .peers import PEERS as MASK_PEERS
 from .report import PASSES, lengths
@@ -25,6 +27,10 @@ DEFAULTS: dict[str, tuple] = {  # on a GPU, on the CPU
     "seqlens": ([512, 1024, 2048, 4096], [64, 128, 256]), "batch": (4, 1), "heads": ("12", "2"),
     "head_dim": (64, 64), "causal": (True, True), "dtype": ("fp32", "fp32"),
     "peers": (",".join(PEERS), "math")}
+DECODE_DEFAULTS: dict[str, tuple] = {
+    "queries": (QUERIES["cuda"], QUERIES["cpu"]), "seqlens": ([8192], [512]), "batch": (8, 1),
+    "heads": ("32:8", "4:2"), "head_dim": (128, 64), "dtype": ("bf16", "bf16"),
+    "peers": (",".join(DECODE_PEERS), "sdpa")}
 # For options that are not given. vla: blocks as in a vision-language-action model (Black et al., arXiv
 # 2410.24164)
 PRESETS: dict[str, dict] = {
@@ -83,6 +89,12 @@ def parse_arguments(argv: list[str] | None = None) -> list[argparse.Namespace]:
     add("--varlen", action="store_true",
         help=f"attention_varlen() for {SEQUENCES} sequences of mixed lengths, beside attention() for one "
              f"shape with as much work, and peers: {', '.join(VARLEN_PEERS)}; --pass fwd or bwd")
+    add("--decode", action="store_true",
+        help="decode steps: a few queries (--queries) over caches of --seqlens keys, also in pages, beside "
+             f"peers: {', '.join(DECODE_PEERS)}")
+    add("--queries", metavar="N,N", type=positive_integers,
+        help=f"with --decode: of a sequence, up to {MOST_QUERIES}; default: "
+             f"{','.join(map(str, QUERIES['cuda']))}, or {','.join(map(str, QUERIES['cpu']))} on CPU")
     add("--line", metavar="FILE:LINE",
         help="with --inspect: also draw which lane of a warp touches which bank or sector at this line")
     what.add_argument("--markdown", metavar="JSON", type=Path,
@@ -118,12 +130,18 @@ def parse_arguments(argv: list[str] | None = None) -> list[argparse.Namespace]:
             each = [with_cases(args)]
         elif args.varlen:
             check_shape(args)
-            args.peers = choose_peers(args.peers, varlen=True)
+            args.peers = choose_peers(args.peers, "varlen")
             args.direction, args.stages = ",".join(args.passes), []
+            each = [args]
+        elif args.decode:
+            check_shape(args)
+            check_decode(args)
+            args.peers = choose_peers(args.peers, "decode")
+            args.direction, args.stages = "fwd", []
             each = [args]
         else:
             check_shape(args)
-            args.peers = choose_peers(args.peers, bool(args.mask))
+            args.peers = choose_peers(args.peers, "mask" if args.mask else "")
             each = [for_pass(direction, args) for direction in args.passes]
         args.out.mkdir(parents=True, exist_ok=True)
     except (ValueError, OSError) as error:
@@ -153,6 +171,17 @@ def set_defaults(args: argparse.Namespace) -> None:
             raise ValueError("--varlen: times each pass alone: --pass fwd, bwd or fwd,bwd")
         args.dtype, args.peers = args.dtype or "bf16", args.peers or ",".join(VARLEN_PEERS)
         args.heads = args.heads or ("16" if args.device.type == "cuda" else "2")
+    if args.queries and not args.decode:
+        raise ValueError("--queries: goes with --decode")
+    if args.decode:
+        others = ("passes", "inspect", "sweep", "stages", "causal", "mask", "checkpoint", "preset")
+        if given := [name for name in others if getattr(args, name) is not None] + ["varlen"] * args.varlen:
+            option = "pass" if given[0] == "passes" else given[0]
+            raise ValueError(f"--decode: times forward calls that see all keys, and takes no --{option}")
+        for name, (on_gpu, on_cpu) in DECODE_DEFAULTS.items():
+            if getattr(args, name) is None:
+                setattr(args, name, on_gpu if args.device.type == "cuda" else on_cpu)
+        args.causal = False
     args.passes = args.passes or ["fwd"]
     if args.checkpoint and args.passes != ["fwd+bwd"]:
         raise ValueError("--checkpoint: goes with --pass fwd+bwd")
@@ -211,6 +240,15 @@ def check_shape(args: argparse.Namespace) -> None:
             pattern(8, argparse.Namespace(**vars(args) | {"device": torch.device("cpu")})).joined()
         except ValueError as error:
             raise ValueError(f"--mask: {str(error).removeprefix('mask: ')}") from None
+
+
+def check_decode(args: argparse.Namespace) -> None:
+    if args.dtype == "fp32":
+        raise ValueError("--decode: caches are of 16-bit types: --dtype bf16 or fp16")
+    if most := max(args.queries) > MOST_QUERIES and max(args.queries):
+        raise ValueError(f"--queries: {most}; a decode step has up to {MOST_QUERIES}")
+    if ragged := [N for N in args.seqlens if N % PAGE]:
+        raise ValueError(f"--seqlens: {ragged[0]}; with --decode a multiple of {PAGE}, for the pages")
 
 
 def for_pass(direction: str, args: argparse.Namespace) -> argparse.Namespace:

@@ -8,6 +8,7 @@ from pathlib import Path
 import flash
 
 from .competitors import PEERS, why_not
+from .decode import PEERS as DECODE_PEERS
 from .peers import PEERS as MASK_PEERS
 from .report import PASSES
 from .varlen import PEERS as VARLEN_PEERS
@@ -88,9 +89,10 @@ def no_stage(name: str, args: argparse.Namespace) -> str:
     return text + f"; it is {a_stage_of(other)}" * (len(asked) == 1 and name in there[other])
 
 
-def choose_peers(text: str, masked: bool = False, varlen: bool = False) -> list[str]:
-    known, where = ((MASK_PEERS, "with --mask there are") if masked else
-                    (VARLEN_PEERS, "with --varlen there are") if varlen else (PEERS, "there are"))
+def choose_peers(text: str, option: str = "") -> list[str]:
+    """option: another one that has peers of its own."""
+    where = f"with --{option} there are" if option else "there are"
+    known = {"mask": MASK_PEERS, "varlen": VARLEN_PEERS, "decode": DECODE_PEERS, "": PEERS}[option]
     peers = [] if text == "none" else list(dict.fromkeys(text.split(",")))
     if unknown := [name for name in peers if name not in known]:
         raise ValueError(f"--peers: there is no {unknown[0]!r}; {where} {', '.join(known)}, or none")

@@ -25,6 +25,7 @@ import flash
 from .arguments import parse_arguments
 from .cases import make_case, random_inputs
 from .competitors import Competitor, competitors, of_stage
+from .decode import decode
 from .measuring import ceiling, count_traffic, edit_to_result, empty_row, failure, measure, origin
 from .report import results_table, show, show_sweep, title, write, write_sweep
 from .rungs import rungs
@@ -164,15 +165,16 @@ def sweep(args: argparse.Namespace) -> int:
     return int(any(row["status"] in ("wrong", "failed") for row in data["results"]))
 
 
+MODES = (inspect, sweep, rungs, varlen, decode)       # each by an option of its name
+
+
 def main(argv: list[str] | None = None) -> int:
     """Returns the exit status."""
     each = parse_arguments(argv)
     if each[0].markdown:
         print("\n\n".join(results_table(each[0].data, N) for N in each[0].seqlens))
         return 0
-    if each[0].inspect or each[0].sweep or each[0].rungs or each[0].varlen:
-        mode = (inspect if each[0].inspect else sweep if each[0].sweep else rungs if each[0].rungs
-                else varlen)
+    if mode := next((mode for mode in MODES if getattr(each[0], mode.__name__)), None):
         try:
             return mode(each[0])
         except KeyboardInterrupt:

@@ -82,6 +82,9 @@ def message_of(f: dict, element: str, parties: tuple[Party, ...]) -> str:
     if f["what"] == "ended block":
         return (f"ended block in {kernel}: {does}{element} at {sites[0]}, in a block of the cluster that has "
                 "ended; no block may end before the others are done with it: cluster_sync()")
+    if f["what"] == "too early":
+        return (f"too early in {kernel}: {does}{element} at {sites[0]}, which the kernel before it uses, and "
+                "that may still run: wait_for_previous_kernel() must come first")
     if f["what"] == "misaligned":
         return (f"misaligned access in {kernel}: {does}{f['bytes']} bytes at {element} at {sites[0]}; "
                 f"their address must be a multiple of {f['bytes']}")

@@ -37,6 +37,7 @@ from .records import (
 if TYPE_CHECKING:
     from ..tiles import Tiles
 
+
 # --------------------------------------------------------------------------------------- the report
 class Report:
     """What kernels did to memory inside of a `with flash.inspect() as report:`; complete at its end.

@@ -2,10 +2,12 @@
 
 Almost all of CUDA C++ is C++ once a header defines `threadIdx`, `__syncthreads()` and the like, as
 include/cuda_runtime.h does.
-Three pieces of syntax are not, and are rewritten here:
+Three pieces of syntax are not, and are rewritten here, and a call that lacks the kernel's name:
 
     kernel<<<grid, block, bytes, stream>>>(args)
                             ->  ::sim::Launcher(grid, block, bytes, stream)("kernel", kernel, args)
+    cudaLaunchKernelEx(config, kernel, args)
+                            ->  ::sim::Launcher{config}("kernel", kernel, args)
     __shared__ float tile[32][33];                 ->  a reference into the block's shared memory
     extern __shared__ float smem[];                ->  a pointer to its dynamic part
 
@@ -93,10 +95,35 @@ def _launches(source: str, code: str, path: str):
                          f"{function}() launches {kernel} from the device: kernels are launched by the host "
                          "(in launch(), say). CUDA allows this with dynamic parallelism only, which stages "
                          "are not built with")
-        name = " ".join(kernel.split()).replace('"', "")
         comma = ", " if code[opening.end():last - 1].strip() else ""
         configuration = source[launch.end():end]
-        yield start, opening.end(), f'::sim::Launcher({configuration})("{name}", {kernel}{comma}'
+        yield start, opening.end(), f'::sim::Launcher({configuration})({_name(kernel)}, {kernel}{comma}'
+    for launch in re.finditer(r"\bcudaLaunchKernelEx\s*\(", code):
+        commas = _commas(code, launch.end())
+        if not commas:
+            raise _error(code, launch.start(), path,
+                         "write `cudaLaunchKernelEx(configuration, kernel, arguments)`")
+        kernel = source[commas[0] + 1:commas[1]].strip()
+        configuration = source[launch.end():commas[0]]
+        yield launch.start(), commas[1], f"::sim::Launcher{{{configuration}}}({_name(kernel)}, {kernel}"
+
+
+def _name(kernel: str) -> str:
+    """Of a kernel, as a string in C++."""
+    return '"' + " ".join(kernel.split()).replace('"', "") + '"'
+
+
+def _commas(code: str, first: int) -> list[int]:
+    """Where the first and the second argument end, of a call whose arguments begin at `first`; []: there are
+    not two."""
+    ends, depth = [], 0
+    for position in range(first, len(code)):
+        depth += (code[position] in "([{") - (code[position] in ")]}")
+        if depth < 0 or depth == 0 and code[position] == ",":
+            ends.append(position)
+        if depth < 0 or len(ends) == 2:
+            break
+    return ends if len(ends) == 2 else []
 
 
 def _device_function(code: str, position: int) -> str:

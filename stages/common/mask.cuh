@@ -35,6 +35,20 @@ struct TileList {
   __device__ int operator[](int t) const { return t < cut ? front[t] : back[cut - t]; }
 };
 
+// The part-th of `parts` ranges of such tiles, of one length. If it is empty, [0] is some tile of all.
+template <class Tiles>
+struct PartOfTiles {
+  Tiles all;
+  int first, cut, end;       // tile t of it is all[first + t]
+  __device__ int operator[](int t) const { return all[first + t]; }
+};
+
+template <class Tiles>
+__device__ PartOfTiles<Tiles> part_of(const Tiles& all, int part, int parts) {
+  const int first = (int64_t)all.end * part / parts, end = (int64_t)all.end * (part + 1) / parts;
+  return {all, first, min(all.cut, end) - first, end - first};
+}
+
 // Made once a block. Asked in two places: which tiles there are (S_ij is skipped, cut or whole), and within a
 // tile that it cuts, element by element.
 struct Mask {

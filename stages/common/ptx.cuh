@@ -109,6 +109,21 @@ template <int groups_left> __device__ __forceinline__ void cp_async_wait() {
   asm volatile("cp.async.wait_group %0;" :: "n"(groups_left) : "memory");
 }
 
+// griddepcontrol (sm_90), for early launches (launch.cuh). The first one lets the next kernel's blocks start,
+// once all blocks of this one have called it or have ended. The second one waits until the kernel before has
+// ended, and all that it has written is there.
+__device__ __forceinline__ void start_next_kernel() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;");
+#endif
+}
+
+__device__ __forceinline__ void wait_for_previous_kernel() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
 #else
 #include "sim/ptx.h"     // the same functions on a CPU, where a warp is 32 threads one after the other
 #endif

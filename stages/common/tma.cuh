@@ -22,7 +22,9 @@ constexpr int panels = (HEAD_DIM + panel - 1) / panel;
 
 // Where the element (row, col) of a tile of tile_rows rows is
 __device__ __forceinline__ int panel_index(int row, int col, int tile_rows) {
+  // --- an index in panels
   return col / panel * tile_rows * panel + row * panel + (col % panel ^ row % 8 * 8);
+  // ---
 }
 
 // The map of a tensor of `columns` columns. It holds the tensor's address, so each call makes its own. The

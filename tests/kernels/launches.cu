@@ -1,6 +1,8 @@
 // What a launch and a __shared__ declaration may look like: test_translate.py runs this file.
 #include <cuda_runtime.h>
 
+#include "../../stages/common/launch.cuh"
+
 // A string, a comment and a character that look like CUDA: kernel<<<1, 1>>>(x); __shared__ float a, b;
 // asm("exit;");
 static const char* const text = "kernel<<<1, 1>>>(x); \" // __shared__ float a, b; asm(\"exit;\")";
@@ -66,6 +68,7 @@ extern "C" const char* launch_all(int* out, cudaStream_t stream) {
   if (a > b || b < a) plain<<<1, 32>>>(out, 99);
   else outer::inner::qualified_template<17><<<1, 32>>>(out + 16);
   plain<<<1, 32>>>(out + 17, text[0] == 'k' && quote != apostrophe ? thousands : 0);
+  cudaLaunchKernelEx(EarlyLaunch(2, 32, 0, stream), with_template<2, true>, out + 18, sum(4, 5));
   return result();
 }
 

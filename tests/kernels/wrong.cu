@@ -2,6 +2,7 @@
 // comments "// HERE: name" at their ends. With fixed = 1 each is right, and nothing is to be found.
 #include <cuda_runtime.h>
 
+#include "../../stages/common/launch.cuh"
 #include "../../stages/common/ptx.cuh"
 
 static const char* result() {
@@ -657,5 +658,18 @@ extern "C" const char* run_all_of_shared_memory(const float* x, float* out, int 
       all_of_shared_memory, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
   if (once != cudaSuccess || Parts::distance(out) != 4) return "not set up";
   all_of_shared_memory<<<1, 64, bytes>>>(x, out);
+  return result();
+}
+// Reads what the kernel before writes, and writes what that one reads, which may still run.
+__global__ void copied(const float* x, float* out) { out[threadIdx.x] = x[threadIdx.x]; }
+__global__ void too_early(float* x, float* out, int fixed) {
+  const int t = threadIdx.x;
+  if (fixed || t >= 40) wait_for_previous_kernel();
+  out[64 + t] = 1.f;                        // nobody else uses it
+  x[t] = out[63 - t];  // HERE: too_early
+}
+extern "C" const char* run_too_early(float* x, float* out, int fixed) {
+  copied<<<1, 64>>>(x, out);
+  cudaLaunchKernelEx(EarlyLaunch(1, 64, 0, nullptr), too_early, x, out, fixed);
   return result();
 }

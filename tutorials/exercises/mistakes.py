@@ -7,11 +7,12 @@ is the diagnosis.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 
 import torch
 
+from .copy_mistakes import copy_mistakes
 from .mask_mistakes import mask_mistakes
 from .models import (
     Problem,
@@ -21,6 +22,7 @@ from .models import (
     by_merging,
     by_tiles,
     gradients,
+    moved,
     one,
     same,
     softmax,
@@ -160,14 +162,6 @@ def forward_mistakes(p: Problem) -> Iterator[tuple[str, Tensors]]:
     yield "L is the maximum alone: it is m + log(l)", {"O": O, "L": m}
     yield "L is in base 2: it is the natural logarithm", {"O": O, "L": L / math.log(2)}
     yield from tile_mistakes(p)
-
-
-def moved(x: torch.Tensor, source: Callable[[torch.Tensor, torch.Tensor], tuple]) -> torch.Tensor:
-    """x with the element (row, col) taken from another place, source(row, col); 0 if that is outside."""
-    rows, cols = x.shape[-2:]
-    row, col = source(*torch.meshgrid(torch.arange(rows), torch.arange(cols), indexing="ij"))
-    taken = x[..., row.clamp(max=rows - 1), col.clamp(max=cols - 1)]
-    return torch.where((row < rows) & (col < cols), taken, 0)
 
 
 def blocks_swapped(row: torch.Tensor, col: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -340,6 +334,8 @@ def mistakes_of(p: Problem) -> Iterator[tuple[str, Tensors]]:
     else:
         yield from split_mistakes(p)
         yield from forward_mistakes(p) if p.do is None else backward_mistakes(p)
+        if p.do is None:
+            yield from copy_mistakes(p)
 
 
 def diagnosis(p: Problem, found: Tensors, wrong: list[str], tolerance: dict[str, float]) -> str:

@@ -147,6 +147,14 @@ def with_maximum(p: Problem, maximum: Callable, normalised: bool = False) -> Ten
     return {"O": torch.where(l[..., None] == 0, 0, O), "L": torch.where(l == 0, -math.inf, m + l.log())}
 
 
+def moved(x: torch.Tensor, source: Callable[[torch.Tensor, torch.Tensor], tuple]) -> torch.Tensor:
+    """x with the element (row, col) taken from another place, source(row, col); 0 if that is outside."""
+    rows, cols = x.shape[-2:]
+    row, col = source(*torch.meshgrid(torch.arange(rows), torch.arange(cols), indexing="ij"))
+    taken = x[..., row.clamp(max=rows - 1), col.clamp(max=cols - 1)]
+    return torch.where((row < rows) & (col < cols), taken, 0)
+
+
 def one(alpha: torch.Tensor) -> torch.Tensor:
     return torch.ones_like(alpha)
 

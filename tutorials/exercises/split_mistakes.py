@@ -75,15 +75,17 @@ def _merged(p: Problem) -> Iterator[tuple[str, Tensors]]:
         left = weights.clone()
         left[s] = 0
         yield f"the {which} range is left out", merged(left)
-    again = weights.clone()
-    again[-1] *= 1 + -p.splits % 8
-    yield ("the last range counts several times: where eight are taken at once, those past the end have the "
+    again, own = weights.clone(), weights.clone()
+    shares = min(16, 1 << (-(-p.splits // 4) - 1).bit_length())
+    again[-1] *= 1 + -p.splits % (4 * shares)
+    yield ("the last range counts several times: where four are taken at once, those past the end have the "
            "weight 0", merged(again))
+    own[torch.arange(p.splits) % shares != 0] = 0
+    yield (f"of {shares} ranges only one counts: the neighbours have the others, and warp_sum(x, shares) "
+           "adds them up", merged(own))
     zero = torch.where(L_s > -math.inf, L_s, 0)
     for found in (merged(torch.exp(zero - m)), merged(weights.where(L_s > -math.inf, 1))):
         yield ("a range without a key counts: its L_s is -inf, so it has the weight 0", found)
-    moved = torch.cat([L_s[..., None], O_s[..., :-1]], -1)
-    yield "O_s is taken from one column to the left: L_s comes first, then O_s", merged(weights, moved)
 
 
 def _packed(p: Problem) -> Iterator[tuple[str, Tensors]]:

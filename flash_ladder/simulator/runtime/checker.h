@@ -73,6 +73,7 @@ struct Cell {
   uint32_t epoch;              // in which block (shared memory) or launch (global); an older one: nothing
   bool read, written;          // in this epoch at all
   bool copying;                // `write` is a copy that may still be under way
+  bool read_before, written_before;   // likewise by the launch before
   uint8_t bytes;               // of the last write; 0: none
   uint16_t sources;            // copies from here that may still be under way
   Lanes write;                 // the last plain write

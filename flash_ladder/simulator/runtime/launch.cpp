@@ -9,8 +9,6 @@
 #include <atomic>
 #include <cstdio>
 #include <cstdlib>
-#include <cxxabi.h>
-#include <dlfcn.h>
 #include <mutex>
 #include <new>
 #include <numeric>
@@ -300,20 +298,6 @@ extern "C" void sim_assert_failed(const char* condition, const char* file, int l
   if (worker) fail(message, {file, line});
   if (pending != cudaSuccess) return;
   set_error(cudaErrorLaunchFailure, "host code" + at({file, line}) + ": " + message);
-}
-
-// That of a function which the library exports, without its arguments
-extern "C" const char* sim_name_of(const void* kernel) {
-  static thread_local std::string name;
-  name = "kernel";
-  Dl_info info;
-  if (!dladdr(kernel, &info) || info.dli_saddr != kernel) return name.c_str();
-  char* readable = abi::__cxa_demangle(info.dli_sname, nullptr, nullptr, nullptr);
-  name = readable ? readable : info.dli_sname;
-  free(readable);
-  name.erase(std::min(name.find('('), name.size()));
-  name.erase(0, name.find_last_of(' ') + 1);             // of a template: its result's type
-  return name.c_str();
 }
 
 extern "C" cudaError_t sim_peek_error() { return pending; }

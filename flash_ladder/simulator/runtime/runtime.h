@@ -77,6 +77,7 @@ struct Agent {
   int warp = 0, lane = 0;
   uint32_t now = 1;        // its time
   std::shared_ptr<const Past> past;   // what it knows of the others
+  bool knows_previous_kernel = false;   // has waited for its end, where a launch need not
 };
 
 struct Fiber : Agent {     // one CUDA thread

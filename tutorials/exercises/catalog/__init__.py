@@ -1,9 +1,9 @@
 """What the exercises ask for, in the order of the lessons."""
 
 from ..exercise import Exercise
-from . import backward, decoding, forward, hunts, masks, tensor_cores
+from . import backward, copy_engine, decoding, forward, hunts, masks, tensor_cores
 
 EXERCISES: list[Exercise] = sorted(
     [*forward.EXERCISES, *backward.EXERCISES, *tensor_cores.EXERCISES, *hunts.EXERCISES,
-     *masks.EXERCISES, *decoding.EXERCISES],
+     *masks.EXERCISES, *decoding.EXERCISES, *copy_engine.EXERCISES],
     key=lambda e: e.number)

@@ -5,8 +5,10 @@ from .forward import wrong
 from .hunts import LOOK, changes, mending, paragraphs, unmended
 
 TILES = {"Br": 32, "Bc": 16}        # several ranges in all calls but that with one key
-FACTOR = "const float factor = s < p.splits ? fast_exp2(LOG2_E * (*L_s - m)) : 0.f;"
-STORE_O = "ELEMENT(l == 0.f ? 0.f : O / l);"
+FACTOR = "const float factor = fast_exp2(LOG2_E * (*L_s - m)) * (s < p.splits);"
+LOAD_O = "const Four O_s = *reinterpret_cast<const Four*>(L_s + 4 + col);"
+ADD_O = "O[c] += factor * O_s.x[c];"
+STORE_O = "ELEMENT(l == 0.f ? 0.f : O[c] / l);"
 STORE_L = "p.L[row] = m + logf(l);"
 NO_KEY = "  if (m == -INFINITY) m = 0.f;              // no range has a key that counts: -inf - -inf is NaN\n"
 
@@ -40,10 +42,12 @@ Keys are split into p.splits ranges. For each row of O, each range s has left wh
 the logarithm of its sum of e^S, and O_s, which is normalised: as if there were no other keys. Merge them, and
 store the row's O and L.
 
-Given: part(p, s, row) points to L_s, and then to the d_v numbers of O_s, all floats. This thread's column is
-col, and m is the greatest L_s of the row, in all threads. l and O are 0. Write the element (query, col) of
-head bh % p.H of batch element bh / p.H of O, by ELEMENT(...), and p.L[row], which one thread of the block
-writes.
+Given: part(p, s, row) points to L_s, and part(p, s, row) + 4 to the d_v numbers of O_s, all floats. This
+thread's columns are col to col + 3, and there are none if col >= d_v. `shares` neighbouring threads have the
+same columns, and divide the ranges: this one has the ranges share, share + shares, share + 2 * shares and so
+on. warp_sum(x, shares) is the sum over these neighbours; all threads must call it. m is the greatest L_s of
+the row, in all threads. l and O[0] to O[3] are 0. Write the elements (query, col) to (query, col + 3) of head
+bh % p.H of batch element bh / p.H of O, by ELEMENT(...), and p.L[row], which one thread of the block writes.
 
 A range may have no key that the row sees: its L_s is -INFINITY, its O_s is 0, and it counts for nothing. If
 that is so in all ranges, O = 0 and L = -INFINITY. L_s may be any number: e^L_s may be infinite, or 0.
@@ -59,7 +63,8 @@ fast_exp2(x) is 2^x, LOG2_E is log2(e), logf the natural logarithm, and logf(0.f
             "is L_s - m where both are -INFINITY?"),
         mutants=(
             wrong("the greatest is not subtracted", r"^wrong result.*weights are e\^L_s.*overflows above 88",
-                  ("(*L_s - m)", "*L_s"), (STORE_L, "p.L[row] = logf(l);"), right_on_randn=True),
+                  (FACTOR, "const float factor = s < p.splits ? fast_exp2(LOG2_E * *L_s) : 0.f;"),
+                  (STORE_L, "p.L[row] = logf(l);"), right_on_randn=True),
             wrong("-inf - -inf", r"^wrong result.*-inf is subtracted from -inf, which is NaN", (NO_KEY, ""),
                   right_on_randn=True),
             wrong("a range without a key has the weight 1", r"^wrong result.*a range without a key counts",
@@ -70,27 +75,28 @@ fast_exp2(x) is 2^x, LOG2_E is log2(e), logf the natural logarithm, and logf(0.f
                            "          : fast_exp2(LOG2_E * ((*L_s == -INFINITY ? 0.f : *L_s) - m));"),
                   right_on_randn=True),
             wrong("O / 0", r"^wrong result.*O is divided by l = 0, which gives NaN",
-                  (STORE_O, "ELEMENT(O / l);"), right_on_randn=True),
+                  (STORE_O, "ELEMENT(O[c] / l);"), right_on_randn=True),
             wrong("a plain mean", r"^wrong result.*the ranges count the same",
-                  (FACTOR, "const float factor = s < p.splits ? 1.f : 0.f;")),
+                  (FACTOR, "const float factor = s < p.splits;")),
             wrong("O is a plain mean, and L is right", r"^wrong result.*the ranges count the same",
-                  ("O += factor * L_s[1 + col];", "if (s < p.splits) O += L_s[1 + col];"),
-                  (STORE_O, "ELEMENT(O / p.splits);")),
+                  (ADD_O, "O[c] += (s < p.splits) * O_s.x[c];"), (STORE_O, "ELEMENT(O[c] / p.splits);")),
             wrong("O is not divided", r"^wrong result.*O is not divided by the sum of the weights",
-                  (STORE_O, "ELEMENT(O);")),
+                  (STORE_O, "ELEMENT(O[c]);")),
             wrong("L without m", r"^wrong result.*L lacks m", (STORE_L, "p.L[row] = logf(l);")),
             wrong("L is m", r"^wrong result.*L is the greatest L_s", (STORE_L, "p.L[row] = m;")),
             wrong("log2 in L", r"^wrong result.*logarithm to base 2", (STORE_L, "p.L[row] = m + log2f(l);")),
             wrong("2^(L_s - m)", r"^wrong result.*2\^\(L_s - m\)", ("LOG2_E * (*L_s - m)", "*L_s - m")),
             wrong("upside down", r"^wrong result.*upside down", ("(*L_s - m)", "(m - *L_s)")),
             wrong("without the last range", r"^wrong result.*last range is left out",
-                  ("s < p.splits ?", "s < p.splits - 1 ?")),
+                  (FACTOR, FACTOR.replace("p.splits", "p.splits - 1"))),
             wrong("the last range again", r"^wrong result.*last range counts several times",
-                  (FACTOR, FACTOR.replace("s < p.splits ? ", "").replace(" : 0.f", ""))),
-            wrong("O_s from its L_s on", r"^wrong result.*one column to the left",
-                  ("L_s[1 + col]", "L_s[col]")),
-            wrong("every thread stores L", r"^race.*merge_kernel.*\bL\b", ("if (col == 0) p.L", "p.L"),
-                  right_on_randn=True),
+                  (FACTOR, FACTOR.replace(" * (s < p.splits)", ""))),
+            wrong("the neighbours' ranges are left out", r"^wrong result.*neighbours have the others",
+                  ("l = warp_sum(l, shares);", ""), ("O[c] = warp_sum(O[c], shares);", "")),
+            wrong("O_s right behind L_s", r"^uninitialised.*merge_kernel.*\bparts\b",
+                  (LOAD_O, "Four O_s;\n      for (int c = 0; c < 4; c++) O_s.x[c] = L_s[1 + col + c];")),
+            wrong("every thread stores L", r"^race.*merge_kernel.*\bL\b",
+                  ("if (threadIdx.x == 0) p.L", "p.L"), right_on_randn=True),
         )),
     Exercise(
         number=32, name="several_queries", title="Right with one query", lesson="11", direction="fwd",

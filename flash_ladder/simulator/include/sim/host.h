@@ -25,6 +25,28 @@ enum cudaDriverEntryPointQueryResult {
 constexpr unsigned long long cudaEnableDefault = 0;
 using cudaStream_t = struct CUstream_st*;
 
+// Of the attributes of a launch those that stages use. On a CPU the kernel before has always ended.
+#define __CUDA_ARCH_LIST__ 900
+enum cudaLaunchAttributeID {
+  cudaLaunchAttributeClusterDimension = 4,
+  cudaLaunchAttributeProgrammaticStreamSerialization = 6
+};
+union cudaLaunchAttributeValue {
+  struct { unsigned x, y, z; } clusterDim;
+  int programmaticStreamSerializationAllowed;
+};
+struct cudaLaunchAttribute {
+  cudaLaunchAttributeID id;
+  cudaLaunchAttributeValue val;
+};
+struct cudaLaunchConfig_t {
+  dim3 gridDim, blockDim;
+  size_t dynamicSmemBytes;
+  cudaStream_t stream;
+  cudaLaunchAttribute* attrs;
+  unsigned numAttrs;
+};
+
 // Names of our own behind CUDA's: in a process where PyTorch has loaded NVIDIA's library, the linker would
 // take those of that one.
 namespace sim {
@@ -80,6 +102,7 @@ struct Launch {
   size_t argument_bytes;
   bool checked;            // the kernel reports its accesses (flash.inspect)
   dim3 cluster;            // blocks that run together
+  bool early;              // it may start before the one before it has ended
 };
 #ifdef SIM_CHECKED
 constexpr bool CHECKED = true;
@@ -90,19 +113,33 @@ extern "C" void sim_launch(const Launch* launch);
 
 // kernel<<<grid, block, bytes, stream>>>(arguments)
 //   becomes Launcher(grid, block, bytes, stream)("kernel", kernel, arguments)
+// cudaLaunchKernelEx(config, kernel, arguments)
+//   becomes Launcher{config}("kernel", kernel, arguments)    ({}: else it may declare `config`)
 class Launcher {
   dim3 grid, block;
   size_t dynamic_shared;
   Site site;
-  dim3 cluster;
+  dim3 cluster{1, 1, 1};
+  bool early = false;
 
  public:
   Launcher(dim3 grid, dim3 block, size_t dynamic_shared = 0, cudaStream_t = nullptr,
-           const char* file = __builtin_FILE(), int line = __builtin_LINE(), dim3 cluster = {1, 1, 1})
-      : grid(grid), block(block), dynamic_shared(dynamic_shared), site{file, line}, cluster(cluster) {}
+           const char* file = __builtin_FILE(), int line = __builtin_LINE())
+      : grid(grid), block(block), dynamic_shared(dynamic_shared), site{file, line} {}
+  Launcher(const cudaLaunchConfig_t* config, const char* file = __builtin_FILE(),
+           int line = __builtin_LINE())
+      : Launcher(config->gridDim, config->blockDim, config->dynamicSmemBytes, nullptr, file, line) {
+    for (unsigned i = 0; i < config->numAttrs; i++) {
+      const cudaLaunchAttribute& attribute = config->attrs[i];
+      if (attribute.id == cudaLaunchAttributeClusterDimension)
+        cluster = {attribute.val.clusterDim.x, attribute.val.clusterDim.y, attribute.val.clusterDim.z};
+      else
+        early |= attribute.val.programmaticStreamSerializationAllowed != 0;
+    }
+  }
 
   template <class... P, class... A>
-  void operator()(const char* name, void (*kernel)(P...), A&&... arguments) const {
+  cudaError_t operator()(const char* name, void (*kernel)(P...), A&&... arguments) const {
     struct Call {
       void (*kernel)(P...);
       std::tuple<P...> arguments;      // converted to the kernel's types once, copied for every thread
@@ -112,44 +149,10 @@ class Launcher {
       std::apply(c->kernel, c->arguments);
     };
     const Launch launch{name, reinterpret_cast<const void*>(kernel), site, grid, block, dynamic_shared,
-                        run_thread, &call, sizeof call, CHECKED, cluster};
+                        run_thread, &call, sizeof call, CHECKED, cluster, early};
     sim_launch(&launch);
+    return sim_peek_error();
   }
 };
 
 }  // namespace sim
-
-// -------------------------------------------------------------------------------- launches with clusters
-enum cudaLaunchAttributeID { cudaLaunchAttributeClusterDimension = 4 };
-union cudaLaunchAttributeValue {
-  struct { unsigned x, y, z; } clusterDim;
-};
-struct cudaLaunchAttribute {
-  cudaLaunchAttributeID id;
-  cudaLaunchAttributeValue val;
-};
-struct cudaLaunchConfig_t {
-  dim3 gridDim, blockDim;
-  size_t dynamicSmemBytes;
-  cudaStream_t stream;
-  cudaLaunchAttribute* attrs;
-  unsigned numAttrs;
-};
-
-namespace sim {
-extern "C" const char* sim_name_of(const void* kernel);
-
-template <class... P, class... A>
-cudaError_t launch_with(const char* file, int line, const cudaLaunchConfig_t* config, void (*kernel)(P...),
-                        A&&... own) {
-  dim3 cluster(1, 1, 1);
-  for (unsigned i = 0; i < config->numAttrs; i++) {
-    const auto& c = config->attrs[i].val.clusterDim;
-    cluster = dim3(c.x, c.y, c.z);
-  }
-  Launcher(config->gridDim, config->blockDim, config->dynamicSmemBytes, config->stream, file, line, cluster)(
-      sim_name_of(reinterpret_cast<const void*>(kernel)), kernel, std::forward<A>(own)...);
-  return sim_peek_error();
-}
-}  // namespace sim
-#define cudaLaunchKernelEx(...) ::sim::launch_with(__FILE__, __LINE__, __VA_ARGS__)
