@@ -99,15 +99,16 @@ void observe(const void* address, size_t bytes, Kind kind, const void* pc, Asks 
   const char* p = static_cast<const char*>(address);
 
   int array = SHARED;
-  const Worker* holder = w;        // of shared memory: this block, or another one of the cluster
-  if (size_t(p - w->shared) >= ARENA_BYTES && !(holder = block_that_holds(*w, p))) {
-    array = find_array(p);
+  const Worker* other = nullptr;        // a block of the cluster, in whose shared memory it is
+  if (size_t(p - w->shared) >= ARENA_BYTES) {
+    other = w->cluster ? block_that_holds(*w, p) : nullptr;
+    if (!other) array = find_array(p);
     if (array == NO_ARRAY && is_known_otherwise(*w, p)) return;
     if (array == NO_ARRAY) forbid(p, bytes, kind, pc);
+    if (other && !other->alive)
+      return found_about("ended block", number_of(pc, array, kind), array, p - other->shared, bytes);
   }
-  Memory& m = array == SHARED ? *holder->shadow : *checker->arrays[array];
-  if (array == SHARED && !holder->alive)
-    return found_about("ended block", number_of(pc, array, kind), array, p - m.base, bytes);
+  Memory& m = array != SHARED ? *checker->arrays[array] : other ? *other->shadow : *w->shadow;
   if (p + bytes > m.base + m.bytes) forbid(p, bytes, kind, pc);
   const uint16_t access = number_of(pc, array, kind);
   const uint64_t offset = p - m.base;
@@ -120,7 +121,7 @@ void observe(const void* address, size_t bytes, Kind kind, const void* pc, Asks 
   if (!m.allows(offset, bytes)) return found_about("out of bounds", access, array, offset, bytes);
   check_cells(f, m, array, access, offset, bytes, asks == Asks::ALL_WRITTEN || asks == Asks::BOTH);
   f.worked = f.now;
-  if (kind == Kind::WRITE && bytes >= 4 && (array != SHARED || holder == w)) {
+  if (kind == Kind::WRITE && bytes >= 4 && !other) {
     f.stored = p;
     f.stored_bytes = uint16_t(bytes);
     f.stored_access = access;

@@ -76,7 +76,6 @@ Worker& block_of_rank(int rank, const char* name, Site site) {
 }
 
 Worker* block_that_holds(const Worker& w, const char* address) {
-  if (!w.cluster) return nullptr;
   for (Worker* other : w.cluster->blocks)
     if (size_t(address - other->shared) < ARENA_BYTES) return other;
   return nullptr;
