@@ -756,8 +756,8 @@ BARRIERS = [(stage, line) for stage in flash.stages()
 
 @pytest.mark.parametrize("stage, line", BARRIERS, ids=[f"{s.path.stem}-{line}" for s, line in BARRIERS])
 def test_no_barrier_can_be_spared(tmp_path, stage, line):
-    """Each one removed is a race, between lines of this stage or of functions that it calls; or an mbarrier is
-    used before it is initialised."""
+    """Each one removed is a race, between lines of this stage or of functions that it calls; or an mbarrier
+    is used before it is initialised."""
     def without(text):
         lines = text.splitlines()
         lines[line - 1] = re.sub(r"__sync\w+\(\);", "", lines[line - 1])
