@@ -92,8 +92,8 @@ class Finding:
 
     what: "race", "out of bounds", "misaligned", "uninitialised" (a read of what nothing has written),
     "too early" (before the kernel in front has ended), "barrier" (threads at different barriers), "copy" and
-    "wgmma" (one that nobody waits for), "accumulator" (used while a wgmma may add to it), "register fence" and
-    "proxy fence" (one is missing), "ended block" (of a cluster), "deadlock", or "error" (a failed assert,
+    "wgmma" (one that nobody waits for), "accumulator" (used while a wgmma may add to it), "register fence"
+    and "proxy fence" (one is missing), "ended block" (of a cluster), "deadlock", or "error" (a failed assert,
     say); of notes "portability".
     """
 
