@@ -22,7 +22,7 @@ from .stage import DIRECTIONS, Stage
 SECTION = re.compile(r"\s*// ---(?: (\S.*))?$")
 CONTEXT = 3  # unchanged lines around a change
 # Thin functions around single instructions: they count for nobody
-INSTRUCTIONS = ("ptx.cuh", "hopper.cuh", "wgmma_widths.cuh")
+INSTRUCTIONS = ("ptx.cuh", "hopper.cuh", "wgmma_widths.cuh", "cluster.cuh")
 # What every stage has of the file that includes it. That file includes mask.cuh, too, for the lists of tiles:
 # it counts for the first stage that asks a mask.
 TENSORS = ROOT / "stages" / "common" / "tensor.cuh"

@@ -152,7 +152,8 @@ def work(name: str, numbers: list[int]) -> None:
     stage = next(s for s in flash.stages() if s.path.name == name)
     file = flash.BUILD / "mutants" / stage.path.name         # always the same: then it is built once
     file.parent.mkdir(parents=True, exist_ok=True)
-    text = re.sub("// splits: .*", "// splits:  ceil_div(Tc, 3)", schema(stage))   # several tiles in a range
+    # several tiles in a range of keys
+    text = re.sub(r"// splits: .*(\n// {9}.*)*", "// splits:  ceil_div(Tc, 3)", schema(stage))
     if not file.is_file() or file.read_text() != text:
         file.write_text(text)
     ready = calls(flash.read_stage(file))

@@ -7,11 +7,11 @@
 // limits:  Br % 64 == 0; Br <= 256; Bc % 16 == 0; Bc <= 128
 // shared:  2 * (Br + 4 * Bc) * ((d + 63) // 64 * 64) + 16
 // hbm:     4 * B * H * (Tr * N_k * d + N_q * (d + 1))
-// predicted: 1.3x at d=64, 1.6x at d=128, 1.8x at d=256: mma.sync reaches some 60 % of the tensor cores' rate
+// predicted: 1.3x at d=64, 1.6x at d=128, 1.8x at d=256: mma.sync does not reach the tensor cores' rate
 //
 // mma.sync takes its operands from registers: a warp loads each fragment of K and V by ldmatrix, 16 rows at a
-// time, and warps that need the same K load it each for itself. On Hopper that keeps the tensor cores at 60 %
-// of their rate at best. wgmma (common/wgmma.cuh) is an instruction of four warps together, a warpgroup: it
+// time, and warps that need the same K load it each for itself. On Hopper that keeps the tensor cores well
+// below their rate. wgmma (common/wgmma.cuh) is an instruction of four warps together, a warpgroup: it
 // multiplies 64 rows by up to 256 columns, and reads K and V, and Q too, from shared memory by itself. So
 // ldmatrix is gone, and so are the addresses that lanes worked out for it.
 //

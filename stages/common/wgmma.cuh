@@ -67,4 +67,5 @@ __device__ __forceinline__ void to_A(uint32_t (&A)[k_steps][4], const float (&ac
   for (int k = 0; k < k_steps; k++) to_A(A[k], acc, k);
 }
 
-#include "wgmma_widths.cuh"      // wgmma(D, A, B), for each n
+// wgmma(D, A, B), for each n
+#include "wgmma_widths.cuh"
