@@ -116,7 +116,7 @@ __global__ void __launch_bounds__(threads, 1) forward_kernel(
 
   for (int n = 0, step = 0;; n++) {                                      // line 3
     mbarrier_wait(Q_full, n % 2);
-    const int next = *next_smem;
+    const int next = __shfl_sync(0xffffffff, lane == 0 ? *next_smem : 0, 0);   // who reads it releases it
     if (next >= all) break;
     const Work work = dispatch_order(Tr, all / Tr, heads_together, next);
     const int i = Tr - 1 - work.tile, bh = work.bh, b = bh / p.H, h = bh % p.H;
@@ -189,7 +189,6 @@ __global__ void __launch_bounds__(threads, 1) forward_kernel(
       wgmma_wait<0>();
       release(V_empty, step + tiles.end - 1);
     }
-    __syncwarp();                           // all lanes have read next_smem
     if (!O_in_Q) release(Q_empty, 0);
     step += tiles.end;
 
