@@ -6,7 +6,7 @@ A file is a topic. Its kernels are right; a line "//! buggy: ..." under one of t
 its place in the bug: nothing, if nothing follows. So a bug and its correct twin differ in that line. Before a
 kernel, "//! race <<<1, 64>>>" says what the checker must find in the bug, and how the kernel is launched.
 Kernels have (x, out, count) as arguments: 1000 floats from 1 to 7; 1000 floats to be written; 8 zeros. Where
-others follow in brackets, they have those. <<<4, 64, cluster 2>>>: by launch_in_clusters() of the topic.
+others follow in brackets, they have those. <<<4, 64, cluster 2>>>: by InClusters of the topic.
 """
 
 import argparse
@@ -105,7 +105,8 @@ def cases(topic: Path) -> list[Case]:
 def launch_of(case: Case) -> str:
     """A statement."""
     if cluster := CLUSTER.fullmatch(case.launch):
-        return f"launch_in_clusters({case.name}, {cluster[2]}, {cluster[1]}, {case.arguments[1:-1]})"
+        return (f"cudaLaunchKernelEx(InClusters({cluster[2]}, {cluster[1]}), {case.name}, "
+                f"{case.arguments[1:-1]})")
     return f"{case.name}<<<{case.launch}>>>{case.arguments}"
 
 

@@ -6,19 +6,22 @@
 constexpr int cols = 32, rows = 8;                      // of a box: 1024 bytes
 constexpr int box_bytes = rows * cols * sizeof(float);
 
-template <class... P, class... A>
-static void launch_in_clusters(void (*kernel)(P...), int blocks_together, int blocks, int threads, A... own) {
+struct InClusters {
   cudaLaunchAttribute attribute{};
-  attribute.id = cudaLaunchAttributeClusterDimension;
-  attribute.val.clusterDim.x = blocks_together;
-  attribute.val.clusterDim.y = attribute.val.clusterDim.z = 1;
   cudaLaunchConfig_t config{};
-  config.gridDim = dim3(blocks);
-  config.blockDim = dim3(threads);
-  config.attrs = &attribute;
-  config.numAttrs = 1;
-  cudaLaunchKernelEx(&config, kernel, own...);
-}
+
+  InClusters(int blocks_together, int blocks, int threads) {
+    attribute.id = cudaLaunchAttributeClusterDimension;
+    attribute.val.clusterDim.x = blocks_together;
+    attribute.val.clusterDim.y = attribute.val.clusterDim.z = 1;
+    config.gridDim = dim3(blocks);
+    config.blockDim = dim3(threads);
+    config.attrs = &attribute;
+    config.numAttrs = 1;
+  }
+  InClusters(const InClusters&) = delete;        // config points to the attribute
+  operator const cudaLaunchConfig_t*() const { return &config; }
+};
 
 // 16 rows of 32 floats, in boxes of 8 rows, with the 128-byte swizzle
 static CUtensorMap map_of(const float* x) {
