@@ -191,17 +191,18 @@ def table(ours: dict, gpu: dict | None) -> str:
     theirs = {(row["topic"], row["name"]): row for row in gpu["cases"]} if gpu else {}
     header = ["topic", "bugs", "found", "missed", "false"]
     if gpu:
-        header += [f"`{tool}`" for tool in TOOLS] + ["any of the four", "false by them"]
+        header += ["run on a GPU", *(f"`{tool}`" for tool in TOOLS), "any of the four", "false by them"]
     lines = [f"| {' | '.join(header)} |", "|---|" + "---:|" * (len(header) - 1)]
     topics = list(dict.fromkeys(row["topic"] for row in ours["cases"]))
     for topic in [*topics, None]:
         rows = [row for row in ours["cases"] if topic in (row["topic"], None)]
         found = sum(map(is_found, rows))
-        numbers = [len(rows), found, len(rows) - found, sum(bool(row["twin"]) for row in rows)]
+        numbers: list[object] = [len(rows), found, len(rows) - found, sum(bool(row["twin"]) for row in rows)]
         if gpu:
             there = [theirs[key] for row in rows if (key := (row["topic"], row["name"])) in theirs]
-            numbers += [sum(says_so({tool: row["bug"][tool]}) for row in there) for tool in TOOLS]
-            numbers += [sum(says_so(row["bug"]) for row in there), sum(says_so(row["twin"]) for row in there)]
+            said_so = [*(sum(says_so({tool: row["bug"][tool]}) for row in there) for tool in TOOLS),
+                       sum(says_so(row["bug"]) for row in there), sum(says_so(row["twin"]) for row in there)]
+            numbers += [len(there), *(said_so if there else "-" * len(said_so))]
         name = topic.replace("_", " ") if topic else "**all**"
         lines.append(f"| {name} | {' | '.join(map(str, numbers))} |")
     named = {"Missed": [row["name"] for row in ours["cases"] if not is_found(row)],

@@ -14,6 +14,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import flash  # noqa: E402
+from flash_ladder.difference import INSTRUCTIONS  # noqa: E402
 from flash_ladder.simulator.scan import blank  # noqa: E402
 
 COMMON = flash.STAGES / "common"
@@ -24,7 +25,6 @@ SYNC = re.compile(
     r"(?:cp_async|bulk|wgmma)_commit|(?:cp_async_wait|bulk_wait|bulk_wait_read|wgmma_wait)\s*<([^<>;]*)>|"
     r"mbarrier_(?:wait|arrive|arrive_expect)|fence_mbarrier_init|fence_proxy_async|wgmma_fence)"
     r"\s*\((?:[^()]|\((?:[^()]|\([^()]*\))*\))*\)\s*;")       # brackets within brackets, twice
-INSTRUCTIONS = ("ptx.cuh", "hopper.cuh", "wgmma_widths.cuh")     # thin functions, and not mutated
 BOUND = re.compile(r"(?<=[^\s<>=!-] )(<=?|>=?)(?= [^\s<>=])|\bmin\((?=[^)])")
 FIXED = re.compile(r"^\s*#|\bconstexpr\b|\bstatic_assert\b|\btemplate\b|__launch_bounds__|"
                    r"\w<\(|\w<[^;()]* [<>]=? [^;()]*>\(")   # lines
@@ -139,7 +139,7 @@ class Source:
         self.edits: list[tuple[int, int, str]] = []           # from, to, what stands there instead
         self._lines = [0, *(m.end() for m in re.finditer("\n", self.text))]
         code = blank(self.text)
-        parts = device_parts(code) if self.file.name not in INSTRUCTIONS else []
+        parts = device_parts(code) if self.file.name not in INSTRUCTIONS else []   # thin functions
         for begin, end in parts:
             for sync in SYNC.finditer(code, begin, end):
                 self._add_sync(code, sync)

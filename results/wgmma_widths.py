@@ -2,7 +2,7 @@
 
     python results/wgmma_widths.py            # writes it
 
-Only the lists of registers differ. So they are written by this, and tests/test_wgmma.py fails when the file
+Only the lists of registers differ. So they are written by this, and tests/test_hopper.py fails when the file
 is not what this makes.
 """
 

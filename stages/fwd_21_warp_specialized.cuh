@@ -24,7 +24,8 @@
 // K_j and V_j have barriers of their own, so S can begin when K_j is there, and K's buffer is given back when
 // S is done. Consumers are no longer in step with each other: one may multiply during another's softmax.
 //
-// 384 threads all start with 168, then it is 24 and 240. So they have room for larger tiles.
+// The producer needs few registers. setmaxnreg (common/hopper.cuh) hands its share to the consumers: 384
+// threads all start with 168, then it is 24 and 240. So consumers have room for larger tiles.
 //
 // Changed from wgmma: thread 0's part of the loop is the producer's; waits and arrivals stand where the
 // block's barrier was.

@@ -1,5 +1,5 @@
 // Forward stage 22: overlap
-// idea:    FlashAttention-3: Q K^T of the next tile under this tile's softmax
+// idea:    FlashAttention-3: P V of a tile under the softmax of the next one
 // types:   fp16, bf16
 // needs:   sm_90a
 // after:   warp_specialized
@@ -98,7 +98,7 @@ __global__ void __launch_bounds__(threads, 1) forward_kernel(
   float S_reg[Bc / 8][4], O_reg[width / 8][4] = {};                      // line 5
   uint32_t P_frag[Bc / 16][4];
   auto wait_for_K = [&](unsigned step) { mbarrier_wait(K_full + step % 2, step / 2 % 2); };
-  auto multiply_S = [&](unsigned step) {                                      // line 8: S_ij = Q_i K_j^T
+  auto multiply_S = [&](unsigned step) {                                 // line 8: S_ij = Q_i K_j^T
     const uint32_t K_j = K_tile + step % 2 * (tile_bytes / 16);
     wgmma_fence();
     #pragma unroll
@@ -106,7 +106,7 @@ __global__ void __launch_bounds__(threads, 1) forward_kernel(
       wgmma(S_reg, K_major(Q_tile, k, Br), K_major(K_j, k, Bc), k > 0);
     wgmma_commit();
   };
-  auto multiply_O = [&](unsigned step) {                                      // line 10: + P~_ij V_j
+  auto multiply_O = [&](unsigned step) {                                 // line 10: + P~_ij V_j
     const uint32_t V_j = V_tile + step % 2 * (tile_bytes / 16);
     mbarrier_wait(V_full + step % 2, step / 2 % 2);
     wgmma_fence();

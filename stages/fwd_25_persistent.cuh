@@ -19,12 +19,12 @@
 //
 // A block takes its first tile by its own number, and asks for the next one when it needs it: a counter in
 // HBM says which is next (next_smem hands its number to the consumers, together with Q). So who is done early
-// takes more. The longest tiles come first, and the heads in groups whose K and V fit in L2, where all blocks
-// read them at about the same time (common/order.cuh). The counter is cleared by a kernel of its own, if
-// there are more tiles than blocks.
+// takes more. The longest tiles come first. With a causal mask the heads come in groups whose K and V fit in
+// L2, as all blocks read them at about the same time (common/order.cuh), but of 16 at least: with 9 heads
+// hopper_tuned had 574 TFLOP/s, with 16 it had 619 (H200, bf16, N=4096, d=128). The counter is cleared by a
+// kernel of its own, if there are more tiles than blocks.
 //
-// Changed from pingpong: a loop over tiles of Q around both roles;
-// step + t for t in rings and their parities.
+// Changed from pingpong: a loop over tiles of Q around both roles, with step + t for t in the rings.
 #pragma once
 #include "common/launch.cuh"
 #include "common/mask.cuh"
@@ -56,7 +56,7 @@ __global__ void __launch_bounds__(threads, 1) forward_kernel(
 
   extern __shared__ __align__(1024) ELEMENT smem[];
   ELEMENT* Q_smem = smem;                   // Br x d, in panels
-  ELEMENT* K_smem = Q_smem + Br * pitch;    // Bc x d, the same, twice: the t-th K_j is in buffer t % 2
+  ELEMENT* K_smem = Q_smem + Br * pitch;    // Bc x d, the same, twice: K_j of step s is in buffer s % 2
   ELEMENT* V_smem = K_smem + 2 * Bc * pitch;     // the same
   uint64_t *Q_full = reinterpret_cast<uint64_t*>(V_smem + 2 * Bc * pitch), *Q_empty = Q_full + 9;
   uint64_t *K_full = Q_full + 1, *K_empty = Q_full + 3, *V_full = Q_full + 5, *V_empty = Q_full + 7;
@@ -80,7 +80,7 @@ __global__ void __launch_bounds__(threads, 1) forward_kernel(
     for (int n = 0, step = 0, next = blockIdx.x;; n++) {                 // line 3
       mbarrier_wait(Q_empty, n % 2 ^ 1);
       *next_smem = next;
-      if (next >= all) return mbarrier_arrive(Q_full);
+      if (next >= all) return mbarrier_arrive(Q_full);                   // the consumers end, too
       const Work work = dispatch_order(Tr, all / Tr, heads_together, next);
       const int i = Tr - 1 - work.tile, b = work.bh / p.H, h = work.bh % p.H, h_kv = h / (p.H / p.H_kv);
       const auto tiles = Mask(p, b, h).key_tiles(i);
@@ -97,7 +97,6 @@ __global__ void __launch_bounds__(threads, 1) forward_kernel(
         load_panels(V_smem + buffer * Bc * pitch, V_map, V_full + buffer, Bc, row, h_kv, b);
       }
     }
-    return;
   }
   setmaxnreg_inc<consumer_registers>();     // the consumers
 
@@ -123,7 +122,7 @@ __global__ void __launch_bounds__(threads, 1) forward_kernel(
     float S_reg[Bc / 8][4], O_reg[width / 8][4] = {};                    // line 5
     uint32_t P_frag[Bc / 16][4];
     auto wait_for_K = [&](unsigned step) { mbarrier_wait(K_full + step % 2, step / 2 % 2); };
-    auto multiply_S = [&](unsigned step) {                                    // line 8: S_ij = Q_i K_j^T
+    auto multiply_S = [&](unsigned step) {                               // line 8: S_ij = Q_i K_j^T
       const uint32_t K_j = K_tile + step % 2 * (tile_bytes / 16);
       wgmma_fence();
       #pragma unroll
@@ -131,7 +130,7 @@ __global__ void __launch_bounds__(threads, 1) forward_kernel(
         wgmma(S_reg, K_major(Q_tile, k, Br), K_major(K_j, k, Bc), k > 0);
       wgmma_commit();
     };
-    auto multiply_O = [&](unsigned step) {                                    // line 10: + P~_ij V_j
+    auto multiply_O = [&](unsigned step) {                               // line 10: + P~_ij V_j
       const uint32_t V_j = V_tile + step % 2 * (tile_bytes / 16);
       mbarrier_wait(V_full + step % 2, step / 2 % 2);
       wgmma_fence();

@@ -1,5 +1,5 @@
 // Forward stage 26: hopper_tuned
-// idea:    what is left: O by TMA stores, tile sizes by head dimension
+// idea:    what is left: O by TMA stores, the fast division
 // types:   fp16, bf16
 // needs:   sm_90a
 // after:   persistent
@@ -58,7 +58,7 @@ __global__ void __launch_bounds__(threads, 1) forward_kernel(
 
   extern __shared__ __align__(1024) ELEMENT smem[];
   ELEMENT* Q_smem = smem;                   // Br x d, in panels
-  ELEMENT* K_smem = Q_smem + Br * pitch;    // Bc x d, the same, twice: the t-th K_j is in buffer t % 2
+  ELEMENT* K_smem = Q_smem + Br * pitch;    // Bc x d, the same, twice: K_j of step s is in buffer s % 2
   ELEMENT* V_smem = K_smem + 2 * Bc * pitch;     // the same
   ELEMENT* O_smem = O_in_Q ? Q_smem : V_smem + 2 * Bc * pitch;           // Br x d, in panels
   uint64_t *Q_full = reinterpret_cast<uint64_t*>(smem + tile_rows * pitch), *Q_empty = Q_full + 9;
@@ -83,7 +83,7 @@ __global__ void __launch_bounds__(threads, 1) forward_kernel(
     for (int n = 0, step = 0, next = blockIdx.x;; n++) {                 // line 3
       mbarrier_wait(Q_empty, n % 2 ^ 1);
       *next_smem = next;
-      if (next >= all) return mbarrier_arrive(Q_full);
+      if (next >= all) return mbarrier_arrive(Q_full);                   // the consumers end, too
       const Work work = dispatch_order(Tr, all / Tr, heads_together, next);
       const int i = Tr - 1 - work.tile, b = work.bh / p.H, h = work.bh % p.H, h_kv = h / (p.H / p.H_kv);
       const auto tiles = Mask(p, b, h).key_tiles(i);
@@ -100,7 +100,6 @@ __global__ void __launch_bounds__(threads, 1) forward_kernel(
         load_panels(V_smem + buffer * Bc * pitch, V_map, V_full + buffer, Bc, row, h_kv, b);
       }
     }
-    return;
   }
   setmaxnreg_inc<consumer_registers>();     // the consumers
 
@@ -126,7 +125,7 @@ __global__ void __launch_bounds__(threads, 1) forward_kernel(
     float S_reg[Bc / 8][4], O_reg[width / 8][4] = {};                    // line 5
     uint32_t P_frag[Bc / 16][4];
     auto wait_for_K = [&](unsigned step) { mbarrier_wait(K_full + step % 2, step / 2 % 2); };
-    auto multiply_S = [&](unsigned step) {                                    // line 8: S_ij = Q_i K_j^T
+    auto multiply_S = [&](unsigned step) {                               // line 8: S_ij = Q_i K_j^T
       const uint32_t K_j = K_tile + step % 2 * (tile_bytes / 16);
       wgmma_fence();
       #pragma unroll
@@ -134,7 +133,7 @@ __global__ void __launch_bounds__(threads, 1) forward_kernel(
         wgmma(S_reg, K_major(Q_tile, k, Br), K_major(K_j, k, Bc), k > 0);
       wgmma_commit();
     };
-    auto multiply_O = [&](unsigned step) {                                    // line 10: + P~_ij V_j
+    auto multiply_O = [&](unsigned step) {                               // line 10: + P~_ij V_j
       const uint32_t V_j = V_tile + step % 2 * (tile_bytes / 16);
       mbarrier_wait(V_full + step % 2, step / 2 % 2);
       wgmma_fence();

@@ -123,3 +123,15 @@ def qkv_with_gaps(device, dtype=torch.float32):
     """q, k, v and the causal diagonal. Each tensor has its own gaps."""
     tensors = random_qkv(2, 4, 2, 50, 70, 32, device, dtype)
     return *(with_gaps(x, gap) for x, gap in zip(tensors, (1, 2, 3))), 20
+
+
+SCHEDULES = [("late", ""), ("early", ""), ("random", "1"), ("random", "2"), ("late", "3"), ("early", "4")]
+
+
+@pytest.fixture(params=SCHEDULES, ids="".join)
+def schedule(request, monkeypatch, device):
+    """When copies and products are made; in the simulator alone."""
+    if device == "cuda" and request.param != SCHEDULES[0]:
+        pytest.skip("a GPU has its own")
+    monkeypatch.setenv("FLASH_SIM_COPIES", request.param[0])
+    monkeypatch.setenv("FLASH_SIM_SEED", request.param[1])

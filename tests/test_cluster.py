@@ -5,11 +5,10 @@ import functools
 
 import pytest
 import torch
-from test_hopper import SCHEDULES, needs_sm90
+from test_hopper import call_in, needs_sm90
 from test_simulator import KERNELS, empty, simulator_only
 
 import flash
-from flash_ladder.simulator import resolve_addresses
 
 pytestmark = needs_sm90
 
@@ -20,21 +19,7 @@ def library(device: str, checked: bool) -> ctypes.CDLL:
 
 
 def call(function: str, *arguments, device: str = "cpu", checked: bool = False) -> str | None:
-    run = getattr(library(device, checked), f"run_{function}")
-    run.restype = ctypes.c_char_p
-    error = run(*(ctypes.c_void_p(x.data_ptr()) if isinstance(x, torch.Tensor) else ctypes.c_int(x)
-                  for x in arguments))
-    if device == "cuda":
-        torch.cuda.synchronize()
-    return resolve_addresses(error.decode()) if error else None
-
-
-@pytest.fixture(params=SCHEDULES, ids="".join)
-def schedule(request, monkeypatch, device):
-    if device == "cuda" and request.param != SCHEDULES[0]:
-        pytest.skip("a GPU has its own")
-    monkeypatch.setenv("FLASH_SIM_COPIES", request.param[0])
-    monkeypatch.setenv("FLASH_SIM_SEED", request.param[1])
+    return call_in(library(device, checked), function, *arguments, device=device)
 
 
 def check(function: str, tensors: dict, out: torch.Tensor, expected, *numbers, device: str) -> None:

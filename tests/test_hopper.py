@@ -7,6 +7,7 @@ Instructions" and "Tensors".
 import ctypes
 import functools
 import itertools
+import sys
 
 import pytest
 import torch
@@ -17,12 +18,18 @@ from test_tensor import check_product, joined, name_of, random_numbers
 import flash
 from flash_ladder.simulator import resolve_addresses
 
+sys.path.insert(0, str(flash.ROOT / "results"))
+import wgmma_widths  # noqa: E402
+
 TYPES = [torch.float16, torch.bfloat16]
 C_NAMES = {torch.float16: "__half", torch.bfloat16: "__nv_bfloat16"}
-SCHEDULES = [("late", ""), ("early", ""), ("random", "1"), ("random", "2"), ("late", "3"), ("early", "4")]
 needs_sm90 = pytest.mark.skipif(
     torch.cuda.is_available() and torch.cuda.get_device_capability() < (9, 0), reason="needs sm_90")
 pytestmark = needs_sm90
+
+
+def test_the_widths_of_wgmma_are_as_written():
+    assert wgmma_widths.FILE.read_text() == wgmma_widths.text(), "python results/wgmma_widths.py"
 
 
 @functools.cache
@@ -32,7 +39,12 @@ def library(device: str, dtype=torch.float16, checked: bool = False) -> ctypes.C
 
 
 def call(function: str, *arguments, device: str = "cpu", dtype=torch.float16, checked=False) -> str | None:
-    run = getattr(library(device, dtype, checked), f"run_{function}")
+    return call_in(library(device, dtype, checked), function, *arguments, device=device)
+
+
+def call_in(library: ctypes.CDLL, function: str, *arguments, device: str) -> str | None:
+    """Its error, if it has one."""
+    run = getattr(library, f"run_{function}")
     run.restype = ctypes.c_char_p
     values = (ctypes.c_void_p(x.data_ptr()) if isinstance(x, torch.Tensor) else ctypes.c_int(x)
               for x in arguments)
@@ -40,15 +52,6 @@ def call(function: str, *arguments, device: str = "cpu", dtype=torch.float16, ch
     if device == "cuda":
         torch.cuda.synchronize()
     return resolve_addresses(error.decode()) if error else None
-
-
-@pytest.fixture(params=SCHEDULES, ids="".join)
-def schedule(request, monkeypatch, device):
-    """When copies and products are made; in the simulator alone."""
-    if device == "cuda" and request.param != SCHEDULES[0]:
-        pytest.skip("a GPU has its own")
-    monkeypatch.setenv("FLASH_SIM_COPIES", request.param[0])
-    monkeypatch.setenv("FLASH_SIM_SEED", request.param[1])
 
 
 # ------------------------------------------------------------------------------------------ the copy engine

@@ -62,6 +62,9 @@ def compile_stage(stage: flash.Stage, architecture: str, d: int, causal: bool, f
     return done.stdout + done.stderr
 
 
+SERIALISED = "(C75"     # ptxas's remarks on wgmma: C7508 to C7520 all mean that products wait for each other
+
+
 @pytest.mark.skipif(NVCC is None, reason=WHY_NOT)
 @pytest.mark.parametrize("stage, deterministic, architecture", BUILDS)
 def test_compiles_without_spills(stage, deterministic, architecture, tmp_path):
@@ -85,6 +88,7 @@ def test_compiles_without_spills(stage, deterministic, architecture, tmp_path):
             continue
         for tiles in [tiles for n, tiles in enumerate(chosen) if tiles not in chosen[:n]]:
             report = compile_stage(stage, architecture, d, causal, tmp_path, dtype, deterministic, **tiles)
+            assert SERIALISED not in report, report
             frames = re.findall(
                 r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", report
             )
@@ -156,6 +160,16 @@ def test_links_with_the_cuda_runtime(tmp_path, monkeypatch):
     done = subprocess.run(["g++", "-shared", "-Wl,--no-undefined", tmp_path / "stage.o", f"-L{lib}",
                            "-lcudart", "-o", tmp_path / "stage.so"], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.skipif(NVCC is None, reason=WHY_NOT)
+def test_the_check_sees_serialised_products(tmp_path):
+    """S is read before its product has been waited for: ptxas waits itself, and says so."""
+    stage = {s.name: s for s in flash.stages("fwd")}["wgmma"]
+    text = stage.path.read_text()
+    mine = tmp_path / "mine.cuh"
+    mine.write_text(text.replace("      wgmma_wait<0>();\n", "", 1))
+    assert SERIALISED in compile_stage(flash.read_stage(mine), "sm_90a", 128, False, tmp_path)
 
 
 @pytest.mark.skipif(NVCC is None, reason=WHY_NOT)

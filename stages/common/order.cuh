@@ -13,7 +13,7 @@ struct Work { int tile, bh; };    // of a block: a tile, and the head that it be
 // tiles asks for the n-th of them all.)
 __device__ __forceinline__ Work dispatch_order(int tiles, int heads, int heads_together,
                                                int n = blockIdx.x) {
-  const int first = n / (tiles * heads_together) * heads_together;     // of these heads
+  const int first = n / (tiles * heads_together) * heads_together;              // of these heads
   const int together = min(heads_together, heads - first);                      // the last ones may be fewer
   const int block = n - first * tiles;
   return {block / together, first + block % together};

@@ -28,7 +28,8 @@ __device__ __forceinline__ int panel_index(int row, int col, int tile_rows) {
 }
 
 // The map of a tensor of `columns` columns. It holds the tensor's address, so each call makes its own. The
-// driver's function is asked for by name: nothing is linked to libcuda.
+// driver's function is asked for by name (CUDA 12.5 or later): nothing is linked to libcuda. A dimension of
+// one has any stride, which the driver might refuse: then it gets one that it takes.
 inline cudaError_t make_tensor_map(CUtensorMap& map, const Tensor& x, int B, int heads, int N, int columns,
                                    int box_rows) {
   static const auto encode = [] {

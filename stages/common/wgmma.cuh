@@ -4,15 +4,15 @@
 // D += A B with A of 64 x 16, B of 16 x n, n a multiple of 16 up to 256, elements of 16 bits, D in float:
 // float D[n / 8][4] a thread. Warp w of the warpgroup has rows 16 w to 16 w + 15 of D, laid out as an
 // accumulator of mma.sync (common/mma.cuh): the same for_each(), for_row(), to_A() hold.
-// B is in shared memory, A there or in registers (then as mma.sync's A: to_A() makes it).
+// B is in shared memory. A is there, too, or in registers, as to_A() makes it for mma.sync.
 //
 // A product is asynchronous, as a copy by cp.async is:
 //
 //   wgmma_fence()       what was written to D and A in registers is there
 //   wgmma(D, A, B)      ... as many as one likes; those on the same D are in order
 //   wgmma_commit()      they are a group
-//   wgmma_wait<n>()     until all but the last n groups are done. Until then nobody touches D or A, and
-//                       nobody overwrites what A and B are in shared memory.
+//   wgmma_wait<n>()     until all but the last n groups are done. Until then nobody touches D or A in
+//                       registers, and nobody overwrites A or B in shared memory.
 //
 // All of a warpgroup's threads do each of these together. The compiler must know each register of D: indices
 // are constants, and no function that is not inlined comes between. Else ptxas says that it has serialised
@@ -40,6 +40,7 @@ __device__ __forceinline__ int warp_index() { return __shfl_sync(0xffffffff, thr
 //     The next 16 of k are 32 bytes further on in the same rows; after 64 of them comes the next panel.
 //   MN-major: rows of the tile are k (V in P V). SBO: to the next 8 of k, 1024. LBO: to the next 64 of n,
 //     which are in the next panel. The next 16 of k are 2048 bytes further on.
+//
 // The upper half is the same for all. So a tile is known by the lower half, in units of 16 bytes: to go n
 // bytes further, n / 16 is added to it, which is one instruction.
 __device__ __forceinline__ uint32_t matrix_at(const ELEMENT* tile, int leading_bytes = 16) {
