@@ -69,12 +69,12 @@
 //   stages/fwd_20_wgmma.cuh              a warpgroup multiplies from shared memory, asynchronously
 //   stages/fwd_21_warp_specialized.cuh   a producer warp and consumer warpgroups, setmaxnreg, a ring of
 //                                        buffers
-//   stages/fwd_22_overlap.cuh            FlashAttention-3: Q K^T of the next tile under this tile's softmax
+//   stages/fwd_22_overlap.cuh            FlashAttention-3: P V of a tile under the softmax of the next one
 //   stages/fwd_23_lazy_rescale.cuh       O is rescaled only when the factor would exceed 2^8
 //   stages/fwd_24_pingpong.cuh           one warpgroup's softmax under the other's products
 //   stages/fwd_25_persistent.cuh         as many blocks as multiprocessors, the longest tile first, the
 //                                        epilogue under the next tile
-//   stages/fwd_26_hopper_tuned.cuh       what is left: O by TMA stores, tile sizes by head dimension
+//   stages/fwd_26_hopper_tuned.cuh       what is left: O by TMA stores, the fast division
 // A stage starts with lines for flash_ladder/registry.py: the stage that it grew from (after); at the end of
 // a branch, the architecture from which on calls take it (default), perhaps only some calls; what it knows
 // of dropout, sinks and the like (takes), and what it refuses that others take (refuses); tile sizes and
@@ -88,6 +88,7 @@
 //
 // Papers: FlashAttention-1: Dao, Fu, Ermon, Rudra, Re, arXiv 2205.14135.
 //         FlashAttention-2: Dao, arXiv 2307.08691.
+//         FlashAttention-3: Shah, Bikshandi, Zhang, Thakkar, Ramani, Dao, arXiv 2407.08608.
 //         Online softmax: Milakov, Gimelshein, arXiv 1805.02867.
 #include <cuda_runtime.h>
 #include <math.h>
