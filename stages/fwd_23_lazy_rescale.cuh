@@ -10,8 +10,8 @@
 // predicted: 1.0x at d=64, 1.03x at d=128 and 256: d / 2 multiplications a thread and tile become a vote
 //
 // m need not be the maximum. O and l are sums of 2^(c x - m), and any m gives the same O / l and L in the
-// end, as long as no power overflows. So m stays until it would have to grow by more than 8: until then P~ is at
-// most 2^8, and alpha is 1. If that holds for all rows of a warp, the warp leaves O alone. Of 2048 rows of
+// end, as long as no power overflows. So m stays until it would have to grow by more than 8: until then P~ is
+// at most 2^8, and alpha is 1. If that holds for all rows of a warp, the warp leaves O alone. Of 2048 rows of
 // normal data with 4096 keys not one needs a rescale after the first tile. (FlashAttention-4 does this on
 // Blackwell.)
 //
