@@ -22,6 +22,7 @@ sys.path.insert(0, str(ROOT))
 
 TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
 SAYS_SO = ("found", "warning")
+NOT_RUN = {"verdict": "not run", "message": ""}
 FLAGS = ("-std=c++17", "-O3", "-lineinfo")       # those of the stages
 # First lines of what a tool prints that say nothing about a mistake in a kernel
 NO_DIAGNOSIS = re.compile(r"COMPUTE-SANITIZER|(ERROR|RACECHECK|LEAK) SUMMARY|Program hit|Target application|"
@@ -110,6 +111,6 @@ class Runs:
               environment: dict[str, str] | None = None) -> dict[str, str]:
         """The verdict of a tool on a command."""
         if self.is_over():
-            return {"verdict": "not run", "message": ""}
+            return dict(NOT_RUN)
         return verdict(*run([self.sanitizer, "--tool", tool, "--error-exitcode", "99", "--print-limit", "3",
                              *command], self.limit, environment))

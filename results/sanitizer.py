@@ -1,13 +1,14 @@
 """What NVIDIA's compute-sanitizer finds on a GPU; needs nvcc and compute-sanitizer.
 
     python results/sanitizer.py results/h200                  # in the corpus of tests/corpus: corpus.json
+    python results/sanitizer.py results/h200 --rest           # only of that what had no time the last time
     python results/sanitizer.py results/h200 --mutants 150    # in so many mutants of the stages: mutants.json
 
 Each bug and each mutant is a process of its own under each of four tools (compute_sanitizer.py has their
 verdicts). The twins of a topic of the corpus share one, and are run apart if a tool has something to say. The
 mutants are a random sample, always the same for a number (sanitized_mutants.py).
 
-On 16 cores about two minutes for the corpus, and six for 150 mutants.
+On 16 cores about eight minutes for the corpus, as kernels that hang take their time; six for 150 mutants.
 """
 
 import argparse
@@ -22,7 +23,7 @@ from pathlib import Path
 
 import corpus
 import sanitized_mutants
-from compute_sanitizer import FLAGS, ROOT, TOOLS, Runs, compile_cuda, find_sanitizer, version_of
+from compute_sanitizer import FLAGS, NOT_RUN, ROOT, TOOLS, Runs, compile_cuda, find_sanitizer, version_of
 from corpus import Case
 
 Programs = dict[tuple[str, str], Path]           # by topic and place
@@ -48,31 +49,35 @@ def twins_of(runs: Runs, programs: Programs, tool: str, cases: list[Case]) -> di
     return {case.name: one(runs, programs, tool, "twin", case) for case in cases}
 
 
-def sanitize_corpus(runs: Runs, folder: Path, architecture: str,
+def sanitize_corpus(known: list[dict], runs: Runs, folder: Path, architecture: str,
                     pool: concurrent.futures.Executor) -> dict:
-    """Run all of it: for the JSON file."""
-    kinds = [(topic, place) for topic in corpus.topics() for place in corpus.PLACES]
+    """Run all of it but the known rows of the JSON file: for the JSON file."""
+    rows = {(row["topic"], row["name"]): row for row in known}
+    everything = [case for topic in corpus.topics() for case in corpus.cases(topic)]
+    asked = [case for case in everything if (case.topic, case.name) not in rows]
+    by_topic = {topic: cases for topic in corpus.topics()
+                if (cases := [case for case in asked if case.topic == topic.stem])}
+    kinds = [(topic, place) for topic in by_topic for place in corpus.PLACES]
     built = pool.map(lambda kind: build(*kind, folder, architecture), kinds)
     programs = {(topic.stem, place): program for (topic, place), program in zip(kinds, built)}
     print(f"{len(programs)} programs are built", flush=True)
-    by_topic = [corpus.cases(topic) for topic in corpus.topics()]
-    first = one(runs, programs, "memcheck", "twin", by_topic[0][0])
+    first = one(runs, programs, "memcheck", "twin", *asked[:1])
     if first["verdict"] != "clean":
         sys.exit(f"{runs.sanitizer} does not work here: {first}")
-    twins = {(tool, cases[0].topic): pool.submit(twins_of, runs, programs, tool, cases)
-             for cases in by_topic for tool in TOOLS}
+    twins = {(tool, topic.stem): pool.submit(twins_of, runs, programs, tool, cases)
+             for topic, cases in by_topic.items() for tool in TOOLS}
     bugs = {(tool, case): pool.submit(one, runs, programs, tool, "bug", case)
-            for cases in by_topic for case in cases for tool in TOOLS}
-    rows = [{"topic": case.topic, "name": case.name,
-             "bug": {tool: bugs[tool, case].result() for tool in TOOLS},
-             "twin": {tool: twins[tool, case.topic].result()[case.name] for tool in TOOLS}}
-            for cases in by_topic for case in cases]
-    for row in rows:
+            for case in asked for tool in TOOLS}
+    for case in asked:
+        row = {"topic": case.topic, "name": case.name,
+               "bug": {tool: bugs[tool, case].result() for tool in TOOLS},
+               "twin": {tool: twins[tool, case.topic].result()[case.name] for tool in TOOLS}}
+        rows[case.topic, case.name] = row
         said = {tool: row["bug"][tool]["verdict"] for tool in TOOLS}
         false = {tool: row["twin"][tool]["verdict"] for tool in TOOLS
                  if row["twin"][tool]["verdict"] != "clean"}
-        print(f"{row['topic']}.{row['name']}: {said}{f'; its twin: {false}' if false else ''}")
-    return {"cases": rows}
+        print(f"{case.topic}.{case.name}: {said}{f'; its twin: {false}' if false else ''}")
+    return {"cases": [rows[case.topic, case.name] for case in everything]}
 
 
 # ------------------------------------------------------------------------------------------ both
@@ -80,12 +85,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("folder", type=Path)
     parser.add_argument("--mutants", type=int, metavar="N", help="run so many mutants, and not the corpus")
+    parser.add_argument("--rest", action="store_true", help="only the cases that FOLDER's file lacks")
     parser.add_argument("--limit", type=float, help="seconds for one run: 30, or 60 of a mutant")
     parser.add_argument("--most", type=float, default=400, help="seconds after which no run is begun")
     args = parser.parse_args()
     begun, limit = time.monotonic(), args.limit or (60 if args.mutants else 30)
     if not args.folder.is_dir():
         parser.error(f"there is no folder {args.folder}")
+    file = args.folder / ("mutants.json" if args.mutants else "corpus.json")
+    known = json.loads(file.read_text())["cases"] if args.rest else []
+    known = [row for row in known
+             if NOT_RUN not in (*row["bug"].values(), *row["twin"].values())]
     import torch
 
     import flash
@@ -102,13 +112,12 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name, concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
         work = Path(name), architecture, pool
         if args.mutants:
-            known = json.loads((ROOT / "results" / "cpu" / "mutants.json").read_text())["mutants"]
-            rows = sanitized_mutants.sample(known, args.mutants)
-            result |= {"asked": args.mutants, "of": len(sanitized_mutants.candidates(known)),
+            mutants = json.loads((ROOT / "results" / "cpu" / "mutants.json").read_text())["mutants"]
+            rows = sanitized_mutants.sample(mutants, args.mutants)
+            result |= {"asked": args.mutants, "of": len(sanitized_mutants.candidates(mutants)),
                        "seed": sanitized_mutants.SEED, **sanitized_mutants.sanitize(rows, runs, *work)}
         else:
-            result |= sanitize_corpus(runs, *work)
-    file = args.folder / ("mutants.json" if args.mutants else "corpus.json")
+            result |= sanitize_corpus(known, runs, *work)
     file.write_text(json.dumps(result, indent=1) + "\n")
     print(f"{time.monotonic() - begun:.0f} s in all")
 

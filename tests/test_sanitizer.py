@@ -22,6 +22,7 @@ from flash_ladder import loader
 RESULTS = flash.ROOT / "results"
 sys.path.insert(0, str(RESULTS))
 import compute_sanitizer  # noqa: E402
+import corpus  # noqa: E402
 import mutants  # noqa: E402
 import mutation  # noqa: E402
 import sanitized_mutants  # noqa: E402
@@ -148,13 +149,39 @@ def test_the_command(options, name, limit, monkeypatch, tmp_path):
     monkeypatch.setattr(torch, "set_num_threads", lambda number: None)
     monkeypatch.setattr(flash, "describe_device", lambda device: "a GPU")
     monkeypatch.setattr(sanitizer, "find_sanitizer", lambda: "true")
-    monkeypatch.setattr(sanitizer, "sanitize_corpus", lambda *rest: {"cases": rest[2]})
+    monkeypatch.setattr(sanitizer, "sanitize_corpus", lambda *rest: {"cases": rest[3]})
     monkeypatch.setattr(sanitized_mutants, "sanitize", lambda rows, *rest: {"mutants": len(rows)})
     monkeypatch.setattr(sys, "argv", ["sanitizer.py", str(tmp_path), *options])
     sanitizer.main()
     made = json.loads((tmp_path / name).read_text())
     assert (made["device"], made["limit_s"]) == ("a GPU", limit)
     assert made.get("cases") == "90a" if "corpus" in name else made["mutants"] == made["asked"] == 40
+
+
+def test_the_rest_is_what_had_no_time(monkeypatch, tmp_path):
+    """Rows in which something has not run are asked for again; the others stay."""
+    clean = {"verdict": "clean", "message": ""}
+    case, other, *_ = corpus.cases(corpus.topics()[0])
+    rows = [{"topic": it.topic, "name": it.name, "bug": {"memcheck": bug}, "twin": {"memcheck": clean}}
+            for it, bug in ((case, clean), (other, {"verdict": "not run", "message": ""}))]
+    (tmp_path / "corpus.json").write_text(json.dumps({"cases": rows}))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    monkeypatch.setattr(torch, "set_num_threads", lambda number: None)
+    monkeypatch.setattr(flash, "describe_device", lambda device: "a GPU")
+    monkeypatch.setattr(sanitizer, "find_sanitizer", lambda: "true")
+    monkeypatch.setattr(corpus, "topics", lambda: [Path(f"{case.topic}.cu")])
+    monkeypatch.setattr(corpus, "cases", lambda topic: [case, other])
+    monkeypatch.setattr(sanitizer, "build", lambda topic, place, *rest: topic)
+    asked = []
+    monkeypatch.setattr(sanitizer, "one", lambda runs, programs, tool, place, *cases: (
+        asked.append((place, *(it.name for it in cases))), clean)[1])
+    monkeypatch.setattr(sys, "argv", ["sanitizer.py", str(tmp_path), "--rest"])
+    sanitizer.main()
+    assert set(asked) == {("twin", other.name), ("bug", other.name)}
+    made = json.loads((tmp_path / "corpus.json").read_text())["cases"]
+    assert made[0] == rows[0]
+    assert made[1]["bug"] == {tool: clean for tool in compute_sanitizer.TOOLS}
 
 
 @pytest.mark.skipif(NVCC is None, reason=WHY_NOT)
