@@ -74,7 +74,12 @@
 //   stages/fwd_24_pingpong.cuh           one warpgroup's softmax under the other's products
 //   stages/fwd_25_persistent.cuh         as many blocks as multiprocessors, the longest tile first, the
 //                                        epilogue under the next tile
-//   stages/fwd_26_hopper_tuned.cuh       what is left: O by TMA stores, the fast division
+//   stages/fwd_26_seamless.cuh           the next tile's first product under this one's last: no seam between
+//                                        tiles of Q
+//   stages/fwd_27_early_wait.cuh         P V is waited for before the exponentials: rounding and rescaling
+//                                        run between them
+//   stages/fwd_28_hopper_tuned.cuh       what is left: O by TMA stores, tiles of K and V that a warpgroup
+//                                        passes by
 // A stage starts with lines for flash_ladder/registry.py: the stage that it grew from (after); at the end of
 // a branch, the architecture from which on calls take it (default), perhaps only some calls; what it knows
 // of dropout, sinks and the like (takes), and what it refuses that others take (refuses); tile sizes and

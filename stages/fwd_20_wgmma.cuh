@@ -27,6 +27,7 @@
 //
 // Changed from tma: the two products; the default tiles, as K_j is read once for 64 rows, not 16.
 #pragma once
+#include "common/epilogue.cuh"
 #include "common/launch.cuh"
 #include "common/mask.cuh"
 #include "common/mma.cuh"
@@ -48,7 +49,7 @@ __global__ void __launch_bounds__(threads, 1) forward_kernel(
   const int Tr = ceil_div(p.N_q, Br);                                    // lines 1, 2
   const int i = blockIdx.x % Tr, bh = blockIdx.x / Tr;                   // line 3
   const int b = bh / p.H, h = bh % p.H, h_kv = h / (p.H / p.H_kv);
-  const int warp = warp_index(), lane = threadIdx.x % 32;
+  const int warp = warp_index();
   const int warp_row = i * Br + 16 * warp;     // the first row of this warp's 16
   const Mask mask(p, b, h);
   const auto tiles = mask.key_tiles(i);
@@ -91,11 +92,7 @@ __global__ void __launch_bounds__(threads, 1) forward_kernel(
       const uint32_t K_j = K_tile + t % 2 * (tile_bytes / 16), V_j = V_tile + t % 2 * (tile_bytes / 16);
 
       float S_reg[Bc / 8][4];                                            // line 8: S_ij = Q_i K_j^T
-      wgmma_fence();
-      #pragma unroll
-      for (int k = 0; k < width / 16; k++)
-        wgmma(S_reg, K_major(Q_tile, k, Br), K_major(K_j, k, Bc), k > 0);
-      wgmma_commit();
+      wgmma_QK<width / 16>(S_reg, Q_tile, Br, K_j);
       wgmma_wait<0>();
 
       if (threadIdx.x == 0 && t + 1 < tiles.end) load_tiles(t + 1);      // to where the last K_j and V_j were
@@ -110,29 +107,15 @@ __global__ void __launch_bounds__(threads, 1) forward_kernel(
 
       uint32_t P_frag[Bc / 16][4];
       to_A(P_frag, S_reg);
-      wgmma_fence();
-      #pragma unroll
-      for (int k = 0; k < Bc / 16; k++)                                  // line 10: + P~_ij V_j
-        wgmma<true>(O_reg, P_frag[k], MN_major(V_j, k));
-      wgmma_commit();
+      wgmma_PV(O_reg, P_frag, V_j);                                      // line 10: + P~_ij V_j
       wgmma_wait<0>();
     }
   }                                                                      // line 11
 
-  #pragma unroll
-  for (int r = 0; r < 2; r++) {
-    const int row = warp_row + lane / 4 + 8 * r;
-    l[r] = quad_sum(l[r]);
-    const float inv_l = l[r] == 0.f ? 0.f : 1.f / l[r];
-    for_row(O_reg, r, [&](float& x) { x *= inv_l; });                    // line 12
-    if (lane % 4 == 0 && row < p.N_q)                                    // lines 13, 15
-      p.L[(int64_t)bh * p.N_q + row] = l[r] == 0.f ? -INFINITY : LN_2 * (m[r] + log2f(l[r]));
-  }
-  ELEMENT* O = p.O.head(bh / p.H, bh % p.H);
-  for_each_pair(O_reg, [&](uint32_t packed, int row, int col) {          // line 14
-    if (warp_row + row < p.N_q && col < d)
-      *reinterpret_cast<uint32_t*>(O + (warp_row + row) * p.O.stride_n + col) = packed;
-  });
+  float inv_l[2];
+  store_L(p, m, l, inv_l, bh, warp_row);                                 // lines 13, 15
+  rescale(O_reg, inv_l);                                                 // line 12
+  store_rows(p, O_reg, bh, warp_row);                                  // line 14
 }
 
 size_t workspace_bytes(const FwdParams&) { return 0; }

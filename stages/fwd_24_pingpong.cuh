@@ -5,7 +5,7 @@
 // after:   lazy_rescale
 // tiles:   Br=192 Bc=128; d > 64: Br=128 Bc=128; d > 128: Br=128 Bc=80
 // limits:  Br % 64 == 0; Br <= 192; Bc % 16 == 0; Bc <= 128
-// shared:  2 * (Br + 4 * Bc) * ((d + 63) // 64 * 64) + 72
+// shared:  2 * (Br + 4 * Bc) * ((d + 63) // 64 * 64) + 80
 // hbm:     4 * B * H * (Tr * N_k * d + N_q * (d + 1))
 // predicted: 1.05x at d=64, 1.0x at d=128 and 256: overlap within a warpgroup has taken most of it
 //
@@ -18,18 +18,16 @@
 //   warpgroup 0     S, PV softmax     S, PV softmax
 //   warpgroup 1           S, PV softmax     S, PV
 //
-// A named barrier a warpgroup says whose turn it is: its owner waits there, and the one before arrives. At
-// the start the last warpgroup gives warpgroup 0 its first turn. At the end it gives one that nobody needs:
-// warpgroup 0 waits for it, as no barrier should be left half full.
-//
-// Changed from lazy_rescale: wait_for_turn() before the products, end_turn() after them.
+// Changed from lazy_rescale: turns.wait() before the products, turns.end() after them (common/turns.cuh).
 #pragma once
+#include "common/epilogue.cuh"
 #include "common/launch.cuh"
 #include "common/mask.cuh"
 #include "common/mma.cuh"
+#include "common/ring.cuh"
 #include "common/softmax.cuh"
 #include "common/tile16.cuh"
-#include "common/tma.cuh"
+#include "common/turns.cuh"
 #include "common/wgmma.cuh"
 
 constexpr int d = HEAD_DIM;
@@ -38,7 +36,6 @@ constexpr int warps = Br / 16, threads = 32 * warps + 128;               // cons
 constexpr int producer_registers = Br <= 128 ? 24 : 32, consumer_registers = Br <= 128 ? 240 : 160;
 constexpr float slack = d > 64 ? 8.f : 0.f;                              // how far scores may pass m, base 2
 constexpr int pitch = panel * panels;      // elements in shared memory for a row of a tile
-constexpr int tile_bytes = sizeof(ELEMENT) * Bc * pitch;                 // of K_j or V_j
 
 // One block per tile of Q. Line numbers are those of Algorithm 1.
 __global__ void __launch_bounds__(threads, 1) forward_kernel(
@@ -47,78 +44,48 @@ __global__ void __launch_bounds__(threads, 1) forward_kernel(
   const int Tr = ceil_div(p.N_q, Br);                                    // lines 1, 2
   const int i = blockIdx.x % Tr, bh = blockIdx.x / Tr;                   // line 3
   const int b = bh / p.H, h = bh % p.H, h_kv = h / (p.H / p.H_kv);
-  const int warp = warp_index(), lane = threadIdx.x % 32;
+  const int warp = warp_index();
   const int warp_row = i * Br + 16 * warp;     // the first row of this warp's 16
   const Mask mask(p, b, h);
   const auto tiles = mask.key_tiles(i);
+  const int end = max(tiles.end, 1);      // of the steps: a tile that sees no key has one, which is masked
 
   extern __shared__ __align__(1024) ELEMENT smem[];
-  ELEMENT* Q_smem = smem;                   // Br x d, in panels
-  ELEMENT* K_smem = Q_smem + Br * pitch;    // Bc x d, the same, twice: the t-th K_j is in buffer t % 2
-  ELEMENT* V_smem = K_smem + 2 * Bc * pitch;     // the same
-  uint64_t* Q_full = reinterpret_cast<uint64_t*>(V_smem + 2 * Bc * pitch);
-  uint64_t *K_full = Q_full + 1, *K_empty = Q_full + 3, *V_full = Q_full + 5, *V_empty = Q_full + 7;
-  if (threadIdx.x == 0) {
-    mbarrier_init(Q_full, 1);
-    for (int n = 0; n < 2; n++) {
-      mbarrier_init(K_full + n, 1);
-      mbarrier_init(V_full + n, 1);
-      mbarrier_init(K_empty + n, warps);
-      mbarrier_init(V_empty + n, warps);
-    }
-    fence_mbarrier_init();
-  }
+  uint64_t* barriers = reinterpret_cast<uint64_t*>(smem + (Br + 4 * Bc) * pitch);
+  const Ring<1, Br> Q_smem(smem, barriers);
+  const Ring<2, Bc> K_smem(smem + Br * pitch, barriers + 2);
+  const Ring<2, Bc> V_smem(K_smem.tiles + 2 * Bc * pitch, K_smem.full + 4);
+  Q_smem.init(warps);
+  K_smem.init(warps);
+  V_smem.init(warps);
   __syncthreads();
 
   if (warp >= warps) {                      // the producer
     setmaxnreg_dec<producer_registers>();
-    if (warp > warps || lane > 0) return;
-    mbarrier_arrive_expect(Q_full, sizeof(ELEMENT) * Br * pitch);
-    load_panels(Q_smem, Q_map, Q_full, Br, i * Br, h, b);                // line 4
-    for (int t = 0; t < tiles.end; t++) {                                // line 7
-      const int buffer = t % 2, parity = t / 2 % 2, row = tiles[t] * Bc;
-      mbarrier_wait(K_empty + buffer, parity ^ 1);                       // the phase before
-      mbarrier_arrive_expect(K_full + buffer, tile_bytes);
-      load_panels(K_smem + buffer * Bc * pitch, K_map, K_full + buffer, Bc, row, h_kv, b);
-      mbarrier_wait(V_empty + buffer, parity ^ 1);
-      mbarrier_arrive_expect(V_full + buffer, tile_bytes);
-      load_panels(V_smem + buffer * Bc * pitch, V_map, V_full + buffer, Bc, row, h_kv, b);
+    if (threadIdx.x > 32 * warps) return;
+    Q_smem.fill(Q_map, 0, i * Br, h, b);                                 // line 4
+    for (int t = 0; t <= end; t++) {                                     // line 7: K_j, then the V before
+      if (t < end) K_smem.fill(K_map, t, tiles[t] * Bc, h_kv, b);
+      if (t > 0) V_smem.fill(V_map, t - 1, tiles[t - 1] * Bc, h_kv, b);
     }
     return;
   }
   setmaxnreg_inc<consumer_registers>();     // the consumers
 
   // What wgmma reads: this warpgroup's 64 rows of Q_i; K_j and V_j in buffer 0
-  const uint32_t Q_tile = matrix_at(Q_smem + warp / 4 * 64 * panel);
-  const uint32_t K_tile = matrix_at(K_smem), V_tile = matrix_at(V_smem, 128 * Bc);
-
-  constexpr int warpgroups = Br / 64;
-  const int warpgroup = warp / 4;
-  auto wait_for_turn = [&] { if (warpgroups > 1) named_barrier_sync(1 + warpgroup, 256); };
-  auto end_turn = [&] { if (warpgroups > 1) named_barrier_arrive(1 + (warpgroup + 1) % warpgroups, 256); };
-  if (warpgroup == warpgroups - 1) end_turn();                           // the first turn is warpgroup 0's
+  const uint32_t Q_tile = matrix_at(Q_smem.tiles + warp / 4 * 64 * panel);
+  const uint32_t K_tile = matrix_at(K_smem.tiles), V_tile = matrix_at(V_smem.tiles, 128 * Bc);
+  const Turns<Br / 64> turns(warp / 4);
 
   float S_reg[Bc / 8][4], O_reg[width / 8][4] = {};                      // line 5
   uint32_t P_frag[Bc / 16][4];
-  auto wait_for_K = [&](unsigned step) { mbarrier_wait(K_full + step % 2, step / 2 % 2); };
   auto multiply_S = [&](unsigned step) {                                 // line 8: S_ij = Q_i K_j^T
-    const uint32_t K_j = K_tile + step % 2 * (tile_bytes / 16);
-    wgmma_fence();
-    #pragma unroll
-    for (int k = 0; k < width / 16; k++)
-      wgmma(S_reg, K_major(Q_tile, k, Br), K_major(K_j, k, Bc), k > 0);
-    wgmma_commit();
+    wgmma_QK<width / 16>(S_reg, Q_tile, Br, K_tile + K_smem.offset(step));
   };
   auto multiply_O = [&](unsigned step) {                                 // line 10: + P~_ij V_j
-    const uint32_t V_j = V_tile + step % 2 * (tile_bytes / 16);
-    mbarrier_wait(V_full + step % 2, step / 2 % 2);
-    wgmma_fence();
-    #pragma unroll
-    for (int k = 0; k < Bc / 16; k++)
-      wgmma<true>(O_reg, P_frag[k], MN_major(V_j, k));
-    wgmma_commit();
+    V_smem.wait_until_full(step);
+    wgmma_PV(O_reg, P_frag, V_tile + V_smem.offset(step));
   };
-  auto release = [&](uint64_t* empty, unsigned step) { if (lane == 0) mbarrier_arrive(empty + step % 2); };
 
   // m and l of this lane's two rows; l: the sum over its columns only, until the end
   float m[2] = {-INFINITY, -INFINITY}, l[2] = {}, alpha[2];
@@ -131,53 +98,39 @@ __global__ void __launch_bounds__(threads, 1) forward_kernel(
       alpha[r] = softmax_step(S_reg, r, m[r], l[r], exponent_scale(p.scale), cut, slack);
   };
 
-  mbarrier_wait(Q_full, 0);
-  if (tiles.end > 0) {
-    wait_for_K(0);
-    wait_for_turn();
-    multiply_S(0);
-    end_turn();
+  Q_smem.wait_until_full(0);
+  K_smem.wait_until_full(0);
+  turns.wait();
+  multiply_S(0);
+  turns.end();
+  wgmma_wait<0>();
+  K_smem.release(0);
+  softmax(0);
+  to_A(P_frag, S_reg);
+  if (end > 1) K_smem.wait_until_full(1);
+  for (int t = 1; t < end; t++) {                                        // line 6
+    turns.wait();
+    multiply_S(t);
+    multiply_O(t - 1);
+    turns.end();
+    wgmma_wait<1>();
+    K_smem.release(t);
+    softmax(t);
+    if (t + 1 < end) K_smem.wait_until_full(t + 1);
     wgmma_wait<0>();
-    release(K_empty, 0);
-    softmax(0);
+    V_smem.release(t - 1);
+    if (slack == 0.f || __any_sync(0xffffffff, alpha[0] != 1.f || alpha[1] != 1.f))
+      rescale(O_reg, alpha);                                             // line 10
     to_A(P_frag, S_reg);
-    if (tiles.end > 1) wait_for_K(1);
-    for (int t = 1; t < tiles.end; t++) {                                // line 6
-      wait_for_turn();
-      multiply_S(t);
-      multiply_O(t - 1);
-      end_turn();
-      wgmma_wait<1>();
-      release(K_empty, t);
-      softmax(t);
-      if (t + 1 < tiles.end) wait_for_K(t + 1);
-      wgmma_wait<0>();
-      release(V_empty, t - 1);
-      if (slack == 0.f || __any_sync(0xffffffff, alpha[0] != 1.f || alpha[1] != 1.f)) {
-        #pragma unroll
-        for (int r = 0; r < 2; r++) for_row(O_reg, r, [&](float& x) { x *= alpha[r]; });   // line 10
-      }
-      to_A(P_frag, S_reg);
-    }                                                                    // line 11
-    multiply_O(tiles.end - 1);
-    wgmma_wait<0>();
-  }
+  }                                                                      // line 11
+  multiply_O(end - 1);
+  wgmma_wait<0>();
 
-  #pragma unroll
-  for (int r = 0; r < 2; r++) {
-    const int row = warp_row + lane / 4 + 8 * r;
-    l[r] = quad_sum(l[r]);
-    const float inv_l = l[r] == 0.f ? 0.f : 1.f / l[r];
-    for_row(O_reg, r, [&](float& x) { x *= inv_l; });                    // line 12
-    if (lane % 4 == 0 && row < p.N_q)                                    // lines 13, 15
-      p.L[(int64_t)bh * p.N_q + row] = l[r] == 0.f ? -INFINITY : LN_2 * (m[r] + log2f(l[r]));
-  }
-  ELEMENT* O = p.O.head(bh / p.H, bh % p.H);
-  for_each_pair(O_reg, [&](uint32_t packed, int row, int col) {          // line 14
-    if (warp_row + row < p.N_q && col < d)
-      *reinterpret_cast<uint32_t*>(O + (warp_row + row) * p.O.stride_n + col) = packed;
-  });
-  if (warpgroup == 0) wait_for_turn();      // one more than it needs: no arrival is left over
+  float inv_l[2];
+  store_L(p, m, l, inv_l, bh, warp_row);                                 // lines 13, 15
+  rescale(O_reg, inv_l);                                                 // line 12
+  store_rows(p, O_reg, bh, warp_row);                                    // line 14
+  turns.end_all();
 }
 
 size_t workspace_bytes(const FwdParams&) { return 0; }
@@ -188,7 +141,7 @@ cudaError_t launch(const FwdParams& p, cudaStream_t stream) {
   if (error == cudaSuccess) error = make_tensor_map(K_map, p.K, p.B, p.H_kv, p.N_k, d, Bc);
   if (error == cudaSuccess) error = make_tensor_map(V_map, p.V, p.B, p.H_kv, p.N_k, d, Bc);
   if (error != cudaSuccess) return error;
-  const size_t bytes = sizeof(ELEMENT) * (Br + 4 * Bc) * pitch + 9 * sizeof(uint64_t);
+  const size_t bytes = sizeof(ELEMENT) * (Br + 4 * Bc) * pitch + 10 * sizeof(uint64_t);
   allow_shared_memory(forward_kernel, bytes);
   forward_kernel<<<p.B * p.H * ceil_div(p.N_q, Br), threads, bytes, stream>>>(p, Q_map, K_map, V_map);
   return cudaGetLastError();

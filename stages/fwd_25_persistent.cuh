@@ -5,7 +5,7 @@
 // after:   pingpong
 // tiles:   Br=192 Bc=128; d > 64: Br=128 Bc=128; d > 128: Br=128 Bc=80
 // limits:  Br % 64 == 0; Br <= 192; Bc % 16 == 0; Bc <= 128
-// shared:  2 * (Br + 4 * Bc) * ((d + 63) // 64 * 64) + 88
+// shared:  2 * ((2 if d <= 128 else 1) * Br + 4 * Bc) * ((d + 63) // 64 * 64) + 104
 // workspace: the number of tiles that blocks have asked for
 // hbm:     4 * B * H * (Tr * N_k * d + N_q * (d + 1))
 // predicted: 1.08x at N=2048, 1.03x at N=16384: no block starts, fills its ring and empties it while the
@@ -14,25 +14,29 @@
 // A block of this size has a multiprocessor to itself. While it starts, waits for its first tiles, and at its
 // end divides and stores O, nothing multiplies. So there are only as many blocks as multiprocessors, and each
 // takes one tile of Q after the other. The producer does not stop between them: it asks for the next tile's K
-// and V while the consumers are still at the epilogue. Rings go on: `step` counts the tiles of K and V that a
-// block has had before this tile of Q. Q's buffer has an `empty` barrier now, too.
+// and V while the consumers are still at the epilogue, and for its Q sooner: Q_i is given back after its last
+// product, and up to d = 128 there is room for two. Rings go on: `step` counts the tiles of K and V that a
+// block has had before this tile of Q.
 //
 // A block takes its first tile by its own number, and asks for the next one when it needs it: a counter in
 // HBM says which is next (next_smem hands its number to the consumers, together with Q). So who is done early
-// takes more. The longest tiles come first. With a causal mask the heads come in groups whose K and V fit in
-// L2, as all blocks read them at about the same time (common/order.cuh), but of 16 at least: with 9 heads
-// hopper_tuned had 574 TFLOP/s, with 16 it had 619 (H200, bf16, N=4096, d=128). The counter is cleared by a
-// kernel of its own, if there are more tiles than blocks.
+// takes more. The longest tiles come first. With a causal mask the heads come in groups of about one size,
+// whose K and V fit in L2, as all blocks read them at about the same time (common/order.cuh), but of 16 at
+// least. (With 64 heads in groups of 9, the last group was one head with its longest tiles: 574 TFLOP/s, with
+// 16 it was 619: hopper_tuned, H200, bf16, N=4096, d=128.) The counter is cleared by a kernel of its own, if
+// there are more tiles than blocks.
 //
 // Changed from pingpong: a loop over tiles of Q around both roles, with step + t for t in the rings.
 #pragma once
+#include "common/epilogue.cuh"
 #include "common/launch.cuh"
 #include "common/mask.cuh"
 #include "common/mma.cuh"
 #include "common/order.cuh"
+#include "common/ring.cuh"
 #include "common/softmax.cuh"
 #include "common/tile16.cuh"
-#include "common/tma.cuh"
+#include "common/turns.cuh"
 #include "common/wgmma.cuh"
 
 constexpr int d = HEAD_DIM;
@@ -41,7 +45,8 @@ constexpr int warps = Br / 16, threads = 32 * warps + 128;               // cons
 constexpr int producer_registers = Br <= 128 ? 24 : 32, consumer_registers = Br <= 128 ? 240 : 160;
 constexpr float slack = d > 64 ? 8.f : 0.f;                              // how far scores may pass m, base 2
 constexpr int pitch = panel * panels;      // elements in shared memory for a row of a tile
-constexpr int tile_bytes = sizeof(ELEMENT) * Bc * pitch;                 // of K_j or V_j
+constexpr int Q_buffers = d <= 128 ? 2 : 1;
+constexpr int tile_rows = Q_buffers * Br + 4 * Bc;                       // in shared memory
 
 // How many tiles of Q blocks have asked for, after their first ones
 __global__ void clear_kernel(int* asked_for) { *asked_for = 0; }
@@ -50,99 +55,72 @@ __global__ void clear_kernel(int* asked_for) { *asked_for = 0; }
 __global__ void __launch_bounds__(threads, 1) forward_kernel(
     FwdParams p, const __grid_constant__ CUtensorMap Q_map, const __grid_constant__ CUtensorMap K_map,
     const __grid_constant__ CUtensorMap V_map) {
-  const int Tr = ceil_div(p.N_q, Br), all = Tr * p.B * p.H;              // lines 1, 2
-  const int heads_together = CAUSAL ? max(16, heads_in_L2(p.N_k, sizeof(ELEMENT) * d, p.H / p.H_kv)) : 1;
+  const int Tr = ceil_div(p.N_q, Br), heads = p.B * p.H, all = Tr * heads;         // lines 1, 2
+  const int heads_together = CAUSAL ? heads_in_L2(heads, p.N_k, sizeof(ELEMENT) * d, p.H / p.H_kv) : 1;
   const int warp = warp_index(), lane = threadIdx.x % 32;
 
   extern __shared__ __align__(1024) ELEMENT smem[];
-  ELEMENT* Q_smem = smem;                   // Br x d, in panels
-  ELEMENT* K_smem = Q_smem + Br * pitch;    // Bc x d, the same, twice: K_j of step s is in buffer s % 2
-  ELEMENT* V_smem = K_smem + 2 * Bc * pitch;     // the same
-  uint64_t *Q_full = reinterpret_cast<uint64_t*>(V_smem + 2 * Bc * pitch), *Q_empty = Q_full + 9;
-  uint64_t *K_full = Q_full + 1, *K_empty = Q_full + 3, *V_full = Q_full + 5, *V_empty = Q_full + 7;
-  int* next_smem = reinterpret_cast<int*>(Q_full + 10);       // the number of the tile of Q that comes with Q
-  if (threadIdx.x == 0) {
-    mbarrier_init(Q_full, 1);
-    mbarrier_init(Q_empty, warps);
-    for (int n = 0; n < 2; n++) {
-      mbarrier_init(K_full + n, 1);
-      mbarrier_init(V_full + n, 1);
-      mbarrier_init(K_empty + n, warps);
-      mbarrier_init(V_empty + n, warps);
-    }
-    fence_mbarrier_init();
-  }
+  uint64_t* barriers = reinterpret_cast<uint64_t*>(smem + tile_rows * pitch);
+  const Ring<Q_buffers, Br> Q_smem(smem, barriers);
+  const Ring<2, Bc> K_smem(smem + Q_buffers * Br * pitch, barriers + 4);
+  const Ring<2, Bc> V_smem(K_smem.tiles + 2 * Bc * pitch, K_smem.full + 4);
+  int* next_smem = reinterpret_cast<int*>(barriers + 12);     // the number of the tile that comes with Q_i
+  Q_smem.init(warps);
+  K_smem.init(warps);
+  V_smem.init(warps);
   __syncthreads();
 
   if (warp >= warps) {                      // the producer
     setmaxnreg_dec<producer_registers>();
-    if (warp > warps || lane > 0) return;
+    if (threadIdx.x > 32 * warps) return;
     for (int n = 0, step = 0, next = blockIdx.x;; n++) {                 // line 3
-      mbarrier_wait(Q_empty, n % 2 ^ 1);
-      *next_smem = next;
-      if (next >= all) return mbarrier_arrive(Q_full);                   // the consumers end, too
-      const Work work = dispatch_order(Tr, all / Tr, heads_together, next);
+      Q_smem.wait_until_empty(n);
+      next_smem[n % Q_buffers] = next;
+      if (next >= all) return mbarrier_arrive(Q_smem.full + n % Q_buffers);         // the consumers end, too
+      const Work work = dispatch_order(Tr, heads, heads_together, next);
       const int i = Tr - 1 - work.tile, b = work.bh / p.H, h = work.bh % p.H, h_kv = h / (p.H / p.H_kv);
       const auto tiles = Mask(p, b, h).key_tiles(i);
-      mbarrier_arrive_expect(Q_full, sizeof(ELEMENT) * Br * pitch);
-      load_panels(Q_smem, Q_map, Q_full, Br, i * Br, h, b);              // line 4
+      Q_smem.fill(Q_map, n, i * Br, h, b);                               // line 4
       next = all > gridDim.x ? gridDim.x + atomicAdd(static_cast<int*>(p.workspace), 1) : all;
-      for (int t = 0; t < tiles.end; t++, step++) {                      // line 7
-        const int buffer = step % 2, parity = step / 2 % 2, row = tiles[t] * Bc;
-        mbarrier_wait(K_empty + buffer, parity ^ 1);                     // the phase before
-        mbarrier_arrive_expect(K_full + buffer, tile_bytes);
-        load_panels(K_smem + buffer * Bc * pitch, K_map, K_full + buffer, Bc, row, h_kv, b);
-        mbarrier_wait(V_empty + buffer, parity ^ 1);
-        mbarrier_arrive_expect(V_full + buffer, tile_bytes);
-        load_panels(V_smem + buffer * Bc * pitch, V_map, V_full + buffer, Bc, row, h_kv, b);
+      const int end = max(tiles.end, 1);
+      for (int t = 0; t <= end; t++) {                                   // line 7: K_j, then the V before
+        if (t < end) K_smem.fill(K_map, step + t, tiles[t] * Bc, h_kv, b);
+        if (t > 0) V_smem.fill(V_map, step + t - 1, tiles[t - 1] * Bc, h_kv, b);
       }
+      step += end;
     }
   }
   setmaxnreg_inc<consumer_registers>();     // the consumers
 
   // What wgmma reads: this warpgroup's 64 rows of Q_i; K_j and V_j in buffer 0
-  const uint32_t Q_tile = matrix_at(Q_smem + warp / 4 * 64 * panel);
-  const uint32_t K_tile = matrix_at(K_smem), V_tile = matrix_at(V_smem, 128 * Bc);
+  const uint32_t Q_tile = matrix_at(Q_smem.tiles + warp / 4 * 64 * panel);
+  const uint32_t K_tile = matrix_at(K_smem.tiles), V_tile = matrix_at(V_smem.tiles, 128 * Bc);
+  const Turns<Br / 64> turns(warp / 4);
 
-  constexpr int warpgroups = Br / 64;
-  const int warpgroup = warp / 4;
-  auto wait_for_turn = [&] { if (warpgroups > 1) named_barrier_sync(1 + warpgroup, 256); };
-  auto end_turn = [&] { if (warpgroups > 1) named_barrier_arrive(1 + (warpgroup + 1) % warpgroups, 256); };
-  if (warpgroup == warpgroups - 1) end_turn();                           // the first turn is warpgroup 0's
+  float S_reg[Bc / 8][4], O_reg[width / 8][4] = {};                      // line 5
+  uint32_t P_frag[Bc / 16][4];
+  auto multiply_S = [&](unsigned step, unsigned n) {                     // line 8: S_ij = Q_i K_j^T
+    wgmma_QK<width / 16>(S_reg, Q_tile + Q_smem.offset(n), Br, K_tile + K_smem.offset(step));
+  };
+  auto multiply_O = [&](unsigned step) {                                 // line 10: + P~_ij V_j
+    V_smem.wait_until_full(step);
+    wgmma_PV(O_reg, P_frag, V_tile + V_smem.offset(step));
+  };
 
-  for (int n = 0, step = 0;; n++) {                                      // line 3
-    mbarrier_wait(Q_full, n % 2);
-    const int next = __shfl_sync(0xffffffff, lane == 0 ? *next_smem : 0, 0);   // who reads it releases it
+  // m and l of this lane's two rows; l: the sum over its columns only, until the end
+  float m[2], l[2], alpha[2];
+  for (unsigned n = 0, step = 0;; n++) {                                 // line 3
+    Q_smem.wait_until_full(n);
+    const int next = __shfl_sync(0xffffffff, lane == 0 ? next_smem[n % Q_buffers] : 0, 0);
     if (next >= all) break;
-    const Work work = dispatch_order(Tr, all / Tr, heads_together, next);
+    const Work work = dispatch_order(Tr, heads, heads_together, next);
     const int i = Tr - 1 - work.tile, bh = work.bh, b = bh / p.H, h = bh % p.H;
     const int warp_row = i * Br + 16 * warp;       // the first row of this warp's 16
     const Mask mask(p, b, h);
     const auto tiles = mask.key_tiles(i);
-    float S_reg[Bc / 8][4], O_reg[width / 8][4] = {};                    // line 5
-    uint32_t P_frag[Bc / 16][4];
-    auto wait_for_K = [&](unsigned step) { mbarrier_wait(K_full + step % 2, step / 2 % 2); };
-    auto multiply_S = [&](unsigned step) {                               // line 8: S_ij = Q_i K_j^T
-      const uint32_t K_j = K_tile + step % 2 * (tile_bytes / 16);
-      wgmma_fence();
-      #pragma unroll
-      for (int k = 0; k < width / 16; k++)
-        wgmma(S_reg, K_major(Q_tile, k, Br), K_major(K_j, k, Bc), k > 0);
-      wgmma_commit();
-    };
-    auto multiply_O = [&](unsigned step) {                               // line 10: + P~_ij V_j
-      const uint32_t V_j = V_tile + step % 2 * (tile_bytes / 16);
-      mbarrier_wait(V_full + step % 2, step / 2 % 2);
-      wgmma_fence();
-      #pragma unroll
-      for (int k = 0; k < Bc / 16; k++)
-        wgmma<true>(O_reg, P_frag[k], MN_major(V_j, k));
-      wgmma_commit();
-    };
-    auto release = [&](uint64_t* empty, unsigned step) { if (lane == 0) mbarrier_arrive(empty + step % 2); };
-
-    // m and l of this lane's two rows; l: the sum over its columns only, until the end
-    float m[2] = {-INFINITY, -INFINITY}, l[2] = {}, alpha[2];
+    const int end = max(tiles.end, 1);
+    for_each(O_reg, [](float& x, int, int) { x = 0.f; });
+    for (int r = 0; r < 2; r++) m[r] = -INFINITY, l[r] = 0.f;
     auto softmax = [&](int t) {                                          // line 9
       const bool cut = t >= tiles.cut;
       if (NEGATIVE_SCALE) for_each(S_reg, [](float& x, int, int) { x = -x; });
@@ -152,56 +130,42 @@ __global__ void __launch_bounds__(threads, 1) forward_kernel(
         alpha[r] = softmax_step(S_reg, r, m[r], l[r], exponent_scale(p.scale), cut, slack);
     };
 
-    if (tiles.end > 0) {
-      wait_for_K(step);
-      wait_for_turn();
-      multiply_S(step);
-      end_turn();
+    K_smem.wait_until_full(step);
+    turns.wait();
+    multiply_S(step, n);
+    turns.end();
+    wgmma_wait<0>();
+    K_smem.release(step);
+    softmax(0);
+    to_A(P_frag, S_reg);
+    if (end > 1) K_smem.wait_until_full(step + 1);
+    for (int t = 1; t < end; t++) {                                      // line 6
+      turns.wait();
+      multiply_S(step + t, n);
+      multiply_O(step + t - 1);
+      turns.end();
+      wgmma_wait<1>();
+      K_smem.release(step + t);
+      softmax(t);
+      if (t + 1 < end) K_smem.wait_until_full(step + t + 1);
       wgmma_wait<0>();
-      release(K_empty, step);
-      softmax(0);
+      V_smem.release(step + t - 1);
+      if (slack == 0.f || __any_sync(0xffffffff, alpha[0] != 1.f || alpha[1] != 1.f))
+        rescale(O_reg, alpha);                                           // line 10
       to_A(P_frag, S_reg);
-      if (tiles.end > 1) wait_for_K(step + 1);
-      for (int t = 1; t < tiles.end; t++) {                              // line 6
-        wait_for_turn();
-        multiply_S(step + t);
-        multiply_O(step + t - 1);
-        end_turn();
-        wgmma_wait<1>();
-        release(K_empty, step + t);
-        softmax(t);
-        if (t + 1 < tiles.end) wait_for_K(step + t + 1);
-        wgmma_wait<0>();
-        release(V_empty, step + t - 1);
-        if (slack == 0.f || __any_sync(0xffffffff, alpha[0] != 1.f || alpha[1] != 1.f)) {
-          #pragma unroll
-          for (int r = 0; r < 2; r++) for_row(O_reg, r, [&](float& x) { x *= alpha[r]; });  // line 10
-        }
-        to_A(P_frag, S_reg);
-      }                                                                  // line 11
-      multiply_O(step + tiles.end - 1);
-      wgmma_wait<0>();
-      release(V_empty, step + tiles.end - 1);
-    }
-    release(Q_empty, 0);
-    step += tiles.end;
+    }                                                                    // line 11
+    multiply_O(step + end - 1);
+    wgmma_wait<0>();
+    V_smem.release(step + end - 1);
+    Q_smem.release(n);
+    step += end;
 
-    #pragma unroll
-    for (int r = 0; r < 2; r++) {
-      const int row = warp_row + lane / 4 + 8 * r;
-      l[r] = quad_sum(l[r]);
-      const float inv_l = l[r] == 0.f ? 0.f : 1.f / l[r];
-      for_row(O_reg, r, [&](float& x) { x *= inv_l; });                  // line 12
-      if (lane % 4 == 0 && row < p.N_q)                                  // lines 13, 15
-        p.L[(int64_t)bh * p.N_q + row] = l[r] == 0.f ? -INFINITY : LN_2 * (m[r] + log2f(l[r]));
-    }
-    ELEMENT* O = p.O.head(bh / p.H, bh % p.H);
-    for_each_pair(O_reg, [&](uint32_t packed, int row, int col) {        // line 14
-      if (warp_row + row < p.N_q && col < d)
-        *reinterpret_cast<uint32_t*>(O + (warp_row + row) * p.O.stride_n + col) = packed;
-    });
+    float inv_l[2];
+    store_L(p, m, l, inv_l, bh, warp_row);                               // lines 13, 15
+    rescale(O_reg, inv_l);                                               // line 12
+    store_rows(p, O_reg, bh, warp_row);                                  // line 14
   }
-  if (warpgroup == 0) wait_for_turn();      // one more than it needs: no arrival is left over
+  turns.end_all();
 }
 
 size_t workspace_bytes(const FwdParams&) { return sizeof(int); }
@@ -212,14 +176,10 @@ cudaError_t launch(const FwdParams& p, cudaStream_t stream) {
   if (error == cudaSuccess) error = make_tensor_map(K_map, p.K, p.B, p.H_kv, p.N_k, d, Bc);
   if (error == cudaSuccess) error = make_tensor_map(V_map, p.V, p.B, p.H_kv, p.N_k, d, Bc);
   if (error != cudaSuccess) return error;
-  const size_t bytes = sizeof(ELEMENT) * (Br + 4 * Bc) * pitch + 11 * sizeof(uint64_t);
+  const size_t bytes = sizeof(ELEMENT) * tile_rows * pitch + 13 * sizeof(uint64_t);
   allow_shared_memory(forward_kernel, bytes);
-  int device, multiprocessors;
-  cudaGetDevice(&device);
-  cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device);
-  const int blocks = min(multiprocessors, p.B * p.H * ceil_div(p.N_q, Br));
-  if (blocks < p.B * p.H * ceil_div(p.N_q, Br))
-    clear_kernel<<<1, 1, 0, stream>>>(static_cast<int*>(p.workspace));
+  const int tiles = p.B * p.H * ceil_div(p.N_q, Br), blocks = min(tiles, multiprocessors());
+  if (blocks < tiles) clear_kernel<<<1, 1, 0, stream>>>(static_cast<int*>(p.workspace));
   forward_kernel<<<blocks, threads, bytes, stream>>>(p, Q_map, K_map, V_map);
   return cudaGetLastError();
 }

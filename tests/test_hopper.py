@@ -11,6 +11,7 @@ import sys
 
 import pytest
 import torch
+from conftest import check, random_qkv
 from test_simulator import KERNELS, empty, simulator_only
 from test_simulator import call as call_other
 from test_tensor import check_product, joined, name_of, random_numbers
@@ -365,3 +366,24 @@ def test_boxes_without_findings(device, schedule, case):
     assert report.traffic()["x"].read == inside
     _, report = inspected("store_box", x, *numbers, shared, 1, x=x, shared=shared)
     assert report.traffic()["x"].written == inside
+
+
+# ------------------------------------------------------------------------------------------ stages
+def passed_by(path, device):
+    """hopper_tuned with 192 rows a tile, where a warpgroup needs a tile of keys less than the last one."""
+    for N_q, N_k in ((200, 200), (192, 330)):
+        q, k, v = random_qkv(1, 2, 1, N_q, N_k, 16, device, torch.bfloat16)
+        o, lse = flash.attention(q, k, v, causal=True, stage=path, Br=192, Bc=64, return_lse=True)
+        check(o, lse, q, k, v, N_k - N_q)
+
+
+def test_a_warpgroup_passes_tiles_by(device, tmp_path):
+    """The last tile of keys is left out where its rows see nothing of it, and only there."""
+    stage = next(s for s in flash.stages("fwd") if s.name == "hopper_tuned")
+    passed_by(stage.path, device)
+    text = stage.path.read_text()
+    wrong = tmp_path / "too_few.cuh"
+    wrong.write_text(text.replace("first_row(work) / 64 * 64 + 63", "first_row(work)"))
+    assert wrong.read_text() != text
+    with pytest.raises(AssertionError):
+        passed_by(wrong, device)

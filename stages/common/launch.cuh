@@ -7,6 +7,14 @@ cudaError_t allow_shared_memory(Kernel kernel, size_t bytes) {
   return cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)bytes);
 }
 
+// Of the current device. Introduced by: forward stage 25, persistent.
+inline int multiprocessors() {
+  int device, count;
+  cudaGetDevice(&device);
+  cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device);
+  return count;
+}
+
 // cudaLaunchKernelEx(EarlyLaunch(blocks, threads, bytes, stream), kernel, arguments) is
 // kernel<<<blocks, threads, bytes, stream>>>(arguments), but the kernel may start before the one in front of
 // it in the stream has ended (programmatic dependent launch, CUDA C++ Programming Guide): when all blocks of

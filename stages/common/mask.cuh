@@ -144,6 +144,13 @@ struct Mask {
     }
   }
 
+  // How many of the `end` tiles of K and V that a tile of Q needs do its rows up to this one need? Asked
+  // where it has more than 128 rows, answered for masks whose tiles stand in order: one less, if that is so.
+  __device__ int needed_tiles(int end, int row) const {
+    if constexpr (BLOCK_R <= 128 || !Rule::is_range || !Rule::from_0) return end;
+    else return end - (end > 1 && rule.end_key(row) <= (end - 1) * BLOCK_C);
+  }
+
   // The tiles of Q that see something of tile j of K and V
   __device__ auto query_tiles(int j) const {
     const int Tr = ceil_div(N_q, BLOCK_R), Tc = ceil_div(N_k, BLOCK_C);

@@ -19,8 +19,10 @@ __device__ __forceinline__ Work dispatch_order(int tiles, int heads, int heads_t
   return {block / together, first + block % together};
 }
 
-// How many heads' K and V, of `row_bytes` a key each, fit in 20 MB: at least those that share one. (L2 has 50
-// MB on an H100 and an H200, in two halves.)
-__device__ __forceinline__ int heads_in_L2(int N_k, int row_bytes, int group) {
-  return max(1, int(20000000 / (2 * (int64_t)N_k * row_bytes))) * group;
+// How many heads to take together of `heads`: as many whose K and V, of `row_bytes` a key each, fit in 20 MB,
+// but 16 at least, so that there are enough tiles to be shared out; and a multiple of those that share K and
+// V. (L2 has 50 MB on an H100 and an H200, in two halves.) A few more if the last ones would be fewer.
+__device__ __forceinline__ int heads_in_L2(int heads, int N_k, int row_bytes, int group) {
+  const int most = max(16, max(1, int(20000000 / (2 * (int64_t)N_k * row_bytes))) * group);
+  return ceil_div(heads, max(1, heads / most));
 }

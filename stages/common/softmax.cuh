@@ -39,25 +39,42 @@ __device__ __forceinline__ void mask_tile(float (&S)[n_tiles][4], const Mask& ma
   }
 }
 
-// This lane's r-th row of S (r = 0, 1) becomes P~ = 2^(c x - m). m, the row's maximum of c x, and l, the sum
-// of P~ over this lane's columns, follow. Returns 2^(m - m_new), what l and O so far are to be multiplied by.
+// m, the maximum of c x in this lane's r-th row of S (r = 0, 1) and those before, and `shift`, what is to be
+// subtracted: m again. Returns 2^(m_old - m), what l and O so far are to be multiplied by.
 // cut: of a tile that is not, each row has seen a key, and m is no -infinity. slack: m stays as it is until
 // it would grow by more (lazy_rescale).
 template <int n_tiles>
-__device__ __forceinline__ float softmax_step(float (&S)[n_tiles][4], int r, float& m, float& l, float c,
+__device__ __forceinline__ float maximum_step(float (&S)[n_tiles][4], int r, float& m, float& shift, float c,
                                               bool cut, float slack = 0.f) {
-  float x_max = -INFINITY, l_tile = 0.f;
+  float x_max = -INFINITY;
   for_row(S, r, [&](float& x) { x_max = fmaxf(x_max, x); });
   float m_new = fmaxf(m, c * quad_max(x_max));
   if (slack > 0.f && m_new - m <= slack) m_new = m;
   const bool may_be_none = cut || Mask::scores;      // a mask may make -infinity of a score, too
-  const float shift = may_be_none && m_new == -INFINITY ? 0.f : m_new;   // no key: -inf - -inf is NaN
+  shift = may_be_none && m_new == -INFINITY ? 0.f : m_new;               // no key: -inf - -inf is NaN
   const float alpha = fast_exp2(m - shift);
+  m = m_new;
+  return alpha;
+}
+
+// Then the row becomes P~ = 2^(c x - shift), and l follows, the sum of P~ over this lane's columns.
+template <int n_tiles>
+__device__ __forceinline__ void exponentials(float (&S)[n_tiles][4], int r, float& l, float alpha, float c,
+                                             float shift) {
+  float l_tile = 0.f;
   for_row(S, r, [&](float& x) {
     x = fast_exp2(c * x - shift);
     l_tile += x;
   });
   l = alpha * l + l_tile;
-  m = m_new;
+}
+
+// Both
+template <int n_tiles>
+__device__ __forceinline__ float softmax_step(float (&S)[n_tiles][4], int r, float& m, float& l, float c,
+                                              bool cut, float slack = 0.f) {
+  float shift;
+  const float alpha = maximum_step(S, r, m, shift, c, cut, slack);
+  exponentials(S, r, l, alpha, c, shift);
   return alpha;
 }

@@ -1,0 +1,230 @@
+// Forward stage 28: hopper_tuned
+// idea:    what is left: O by TMA stores, tiles of K and V that a warpgroup passes by
+// types:   fp16, bf16
+// needs:   sm_90a
+// after:   early_wait
+// takes:   dropout, sink, d_v
+// tiles:   Br=192 Bc=128; d > 64: Br=128 Bc=128; d > 128: Br=128 Bc=80
+// limits:  Br % 64 == 0; Br <= 192; Bc % 16 == 0; Bc <= 128
+// shared:  2 * ((3 if d <= 128 else 1) * Br + 4 * Bc) * ((d + 63) // 64 * 64) + 104
+// workspace: the number of tiles that blocks have asked for
+// hbm:     4 * B * H * (Tr * N_k * d + N_q * (d + 1))
+// predicted: 1.05x: stores of 4 bytes a lane become a box a warp
+//
+// What is left.
+//
+//   - O leaves by the copy engine: a warp stores its 16 rows to shared memory in panels, by stmatrix, and one
+//     lane asks for the copy (common/store_panels.cuh). Before, a lane stored 4 bytes at a time. The copy
+//     goes on while the warp is at the next tile. With d <= 128 it has a buffer of its own; else Q's, which
+//     is then given back when the copy has read it. So there a tile ends as in persistent.
+//   - With 192 rows a warpgroup may need one tile of K and V less than the last one does. It passes it by
+//     (H200, bf16, d=64, causal, N=2048: 404 TFLOP/s, before 393).
+//   - The producer has 40 registers, where it had 24, and spilled some with a mask.
+//
+// Changed from early_wait: these. And it takes a sink, dropout and a V of d_v < d columns: V's map has d_v
+// columns, so the engine fills up with zeros, and O's map has them, so it stores no more.
+//
+// HBM traffic without caches (hbm, above): as in flash2, with 2 bytes an element; L stays a float.
+#pragma once
+#include "common/drop.cuh"
+#include "common/epilogue.cuh"
+#include "common/launch.cuh"
+#include "common/mask.cuh"
+#include "common/mma.cuh"
+#include "common/order.cuh"
+#include "common/ring.cuh"
+#include "common/softmax.cuh"
+#include "common/store_panels.cuh"
+#include "common/tile16.cuh"
+#include "common/turns.cuh"
+#include "common/wgmma.cuh"
+
+constexpr int d = HEAD_DIM;
+constexpr int Br = BLOCK_R, Bc = BLOCK_C;
+constexpr int warps = Br / 16, threads = 32 * warps + 128;               // consumers; and the producer's
+constexpr int producer_registers = Br <= 128 ? 40 : 32, consumer_registers = Br <= 128 ? 232 : 160;
+constexpr float slack = d > 64 ? 8.f : 0.f;                              // how far scores may pass m, base 2
+constexpr int pitch = panel * panels;      // elements in shared memory for a row of a tile
+constexpr int Q_buffers = d <= 128 ? 2 : 1;
+constexpr bool seamless = Q_buffers == 2, O_in_Q = !seamless;           // O leaves through Q's buffer, or not
+constexpr int tile_rows = (O_in_Q ? 1 : Q_buffers + 1) * Br + 4 * Bc;    // in shared memory
+
+// How many tiles of Q blocks have asked for, after their first ones
+__global__ void clear_kernel(int* asked_for) { *asked_for = 0; }
+
+// Line numbers are those of Algorithm 1.
+__global__ void __launch_bounds__(threads, 1) forward_kernel(
+    FwdParams p, const __grid_constant__ CUtensorMap Q_map, const __grid_constant__ CUtensorMap K_map,
+    const __grid_constant__ CUtensorMap V_map, const __grid_constant__ CUtensorMap O_map) {
+  const int Tr = ceil_div(p.N_q, Br), heads = p.B * p.H, all = Tr * heads;         // lines 1, 2
+  const int heads_together = CAUSAL ? heads_in_L2(heads, p.N_k, sizeof(ELEMENT) * d, p.H / p.H_kv) : 1;
+  const int warp = warp_index(), lane = threadIdx.x % 32;
+  const float c = exponent_scale(p.scale);
+
+  extern __shared__ __align__(1024) ELEMENT smem[];
+  uint64_t* barriers = reinterpret_cast<uint64_t*>(smem + tile_rows * pitch);
+  const Ring<Q_buffers, Br> Q_smem(smem, barriers);
+  const Ring<2, Bc> K_smem(smem + Q_buffers * Br * pitch, barriers + 4);
+  const Ring<2, Bc> V_smem(K_smem.tiles + 2 * Bc * pitch, K_smem.full + 4);
+  ELEMENT* O_smem = O_in_Q ? smem : V_smem.tiles + 2 * Bc * pitch;       // Br x d, in panels
+  int* next_smem = reinterpret_cast<int*>(barriers + 12);     // the number of the tile that comes with Q_i
+  Q_smem.init(warps);
+  K_smem.init(warps);
+  V_smem.init(warps);
+  __syncthreads();
+
+  if (warp >= warps) {                      // the producer
+    setmaxnreg_dec<producer_registers>();
+    if (threadIdx.x > 32 * warps) return;
+    int V_row = 0, V_head = 0, V_batch = 0;      // of the V before, which has not been asked for
+    for (int n = 0, step = 0, next = blockIdx.x;; n++) {                 // line 3
+      Q_smem.wait_until_empty(n);
+      next_smem[n % Q_buffers] = next;
+      if (next >= all) {                    // the consumers end, too
+        mbarrier_arrive(Q_smem.full + n % Q_buffers);
+        if (seamless) V_smem.fill(V_map, step - 1, V_row, V_head, V_batch);
+        return;
+      }
+      const Work work = dispatch_order(Tr, heads, heads_together, next);
+      const int i = Tr - 1 - work.tile, b = work.bh / p.H, h = work.bh % p.H, h_kv = h / (p.H / p.H_kv);
+      const auto tiles = Mask(p, b, h).key_tiles(i);
+      Q_smem.fill(Q_map, n, i * Br, h, b);                               // line 4
+      next = all > gridDim.x ? gridDim.x + atomicAdd(static_cast<int*>(p.workspace), 1) : all;
+      for (int t = 0; t < max(tiles.end, 1); t++, step++) {              // line 7: K_j, then the V before
+        K_smem.fill(K_map, step, tiles[t] * Bc, h_kv, b);
+        if (seamless ? step > 0 : t > 0) V_smem.fill(V_map, step - 1, V_row, V_head, V_batch);
+        V_row = tiles[t] * Bc, V_head = h_kv, V_batch = b;
+      }
+      if (!seamless) V_smem.fill(V_map, step - 1, V_row, V_head, V_batch);
+    }
+  }
+  setmaxnreg_inc<consumer_registers>();     // the consumers
+
+  // What wgmma reads: this warpgroup's 64 rows of Q_i; K_j and V_j in buffer 0
+  const uint32_t Q_tile = matrix_at(Q_smem.tiles + warp / 4 * 64 * panel);
+  const uint32_t K_tile = matrix_at(K_smem.tiles), V_tile = matrix_at(V_smem.tiles, 128 * Bc);
+  const Turns<Br / 64> turns(warp / 4);
+
+  float S_reg[Bc / 8][4], O_reg[width / 8][4] = {};                      // line 5
+  uint32_t P_frag[Bc / 16][4];
+  auto multiply_S = [&](unsigned step, unsigned n) {                     // line 8: S_ij = Q_i K_j^T
+    wgmma_QK<width / 16>(S_reg, Q_tile + Q_smem.offset(n), Br, K_tile + K_smem.offset(step));
+  };
+  auto multiply_O = [&](unsigned step) {                                 // line 10: + P~_ij V_j
+    V_smem.wait_until_full(step);
+    wgmma_PV(O_reg, P_frag, V_tile + V_smem.offset(step));
+  };
+
+  // m and l of this lane's two rows; l: the sum over its columns only, until the end
+  float m[2], l[2], inv_l[2], alpha[2], shift[2];
+  Work work = {};
+  auto first_row = [&](const Work& work) { return (Tr - 1 - work.tile) * Br + 16 * warp; };   // of this warp
+  auto wait_for_Q = [&](unsigned n) {       // returns its tile's number
+    Q_smem.wait_until_full(n);
+    return __shfl_sync(0xffffffff, lane == 0 ? next_smem[n % Q_buffers] : 0, 0);
+  };
+  auto store = [&](const Work& work) {
+    rescale(O_reg, inv_l);                                               // line 12
+    store_panels(O_map, O_smem, O_reg, Br, 16 * warp, first_row(work), work.bh % p.H, work.bh / p.H);
+    if (O_in_Q && lane == 0) bulk_wait_read<0>();
+  };
+  bool is_left = false;                     // P V of the last step of the tile before
+  for (unsigned n = 0, step = 0, last = 0, next = wait_for_Q(0); next < all; n++) { // line 3
+    const Work before = work;
+    work = dispatch_order(Tr, heads, heads_together, next);
+    const int warp_row = first_row(work);
+    const Mask mask(p, work.bh / p.H, work.bh % p.H);
+    const auto tiles = mask.key_tiles(Tr - 1 - work.tile);
+    const int end = max(tiles.end, 1), needed = mask.needed_tiles(end, first_row(work) / 64 * 64 + 63);
+    const float m_0 = SINK ? LOG2_E * p.sink[work.bh % p.H] : -INFINITY, l_0 = SINK && lane % 4 == 0;
+    for (int r = 0; r < 2; r++) m[r] = m_0, l[r] = l_0;
+    auto maximum = [&](int t) {                                          // line 9
+      const bool cut = t >= tiles.cut;
+      if (NEGATIVE_SCALE) for_each(S_reg, [](float& x, int, int) { x = -x; });
+      if (cut || Mask::scores) mask_tile(S_reg, mask, p.scale, warp_row, tiles[t] * Bc, cut);
+      #pragma unroll
+      for (int r = 0; r < 2; r++) alpha[r] = maximum_step(S_reg, r, m[r], shift[r], c, cut, slack);
+      if (t + 1 < needed) K_smem.wait_until_full(step + t + 1);
+    };
+    auto exponential = [&](int t) {
+      #pragma unroll
+      for (int r = 0; r < 2; r++) exponentials(S_reg, r, l[r], alpha[r], c, shift[r]);
+      if (DROPOUT) drop(S_reg, mask, warp_row, tiles[t] * Bc);
+      to_A(P_frag, S_reg);
+    };
+
+    K_smem.wait_until_full(step);
+    turns.wait();
+    multiply_S(step, n);
+    if (is_left) {
+      multiply_O(last);
+      turns.end();
+      wgmma_wait<1>();
+      K_smem.release(step);
+      maximum(0);
+      wgmma_wait<0>();
+      V_smem.release(last);
+      store(before);
+      exponential(0);
+    } else {
+      turns.end();
+      wgmma_wait<0>();
+      K_smem.release(step);
+      maximum(0);
+      exponential(0);
+    }
+    for_each(O_reg, [](float& x, int, int) { x = 0.f; });                // line 5
+    for (int t = 1; t < needed; t++) {                                    // line 6
+      turns.wait();
+      multiply_S(step + t, n);
+      multiply_O(step + t - 1);
+      turns.end();
+      wgmma_wait<1>();
+      K_smem.release(step + t);
+      maximum(t);
+      wgmma_wait<0>();
+      V_smem.release(step + t - 1);
+      exponential(t);
+      if (slack == 0.f || __any_sync(0xffffffff, alpha[0] != 1.f || alpha[1] != 1.f))
+        rescale(O_reg, alpha);                                           // line 10
+    }                                                                    // line 11
+    last = step + needed - 1;
+    if (needed < end) {                     // this warpgroup's rows see nothing of the last tile
+      turns.wait();
+      turns.end();
+      K_smem.pass(last + 1);
+      V_smem.pass(last + 1);
+    }
+    step += end;
+    store_L(p, m, l, inv_l, work.bh, warp_row);                          // lines 13, 15
+    if (seamless) next = wait_for_Q(n + 1);
+    is_left = seamless && next < all;
+    if (!is_left) {
+      multiply_O(last);
+      wgmma_wait<0>();
+      V_smem.release(last);
+      store(work);
+    }
+    Q_smem.release(n);
+    if (!seamless) next = wait_for_Q(n + 1);
+  }
+  if (lane == 0) bulk_wait<0>();
+  turns.end_all();
+}
+
+size_t workspace_bytes(const FwdParams&) { return sizeof(int); }
+
+cudaError_t launch(const FwdParams& p, cudaStream_t stream) {
+  CUtensorMap Q_map, K_map, V_map, O_map;
+  cudaError_t error = make_tensor_map(Q_map, p.Q, p.B, p.H, p.N_q, d, Br);
+  if (error == cudaSuccess) error = make_tensor_map(K_map, p.K, p.B, p.H_kv, p.N_k, d, Bc);
+  if (error == cudaSuccess) error = make_tensor_map(V_map, p.V, p.B, p.H_kv, p.N_k, d_v, Bc);
+  if (error == cudaSuccess) error = make_tensor_map(O_map, p.O, p.B, p.H, p.N_q, d_v, 16);
+  if (error != cudaSuccess) return error;
+  const size_t bytes = sizeof(ELEMENT) * tile_rows * pitch + 13 * sizeof(uint64_t);
+  allow_shared_memory(forward_kernel, bytes);
+  const int tiles = p.B * p.H * ceil_div(p.N_q, Br), blocks = min(tiles, multiprocessors());
+  if (blocks < tiles) clear_kernel<<<1, 1, 0, stream>>>(static_cast<int*>(p.workspace));
+  forward_kernel<<<blocks, threads, bytes, stream>>>(p, Q_map, K_map, V_map, O_map);
+  return cudaGetLastError();
+}
