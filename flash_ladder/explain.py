@@ -15,10 +15,11 @@ from rich.table import Table
 from .attention import Checked, checked, together
 from .bound import Bound
 from .compiled import Kernel, kernels_of
+from .extras import needs_of
 from .flops import flops_of_pair, visible_pairs
 from .launch import definitions
 from .masks import Mask
-from .plan import Keys, empty_output, mask_file, plan_for, window_of
+from .plan import Keys, by_head, empty_output, mask_file, plan_for, window_of
 from .registry import why_this
 from .sources import ROOT, source_files
 from .stage import Stage
@@ -181,7 +182,7 @@ def _choice(call: Checked, direction: str, asked, stage: Stage, tiles: dict[str,
         kernels = kernels_of(stage, macros, architecture)
     except RuntimeError as error:
         problem = str(error)
-    sizes = Keys(k).sizes(q) if stage.calls else None
+    sizes = Keys(k, not call.needs_gradients).sizes(q) if direction == "fwd" else None
     flops = flops_of_pair(direction, d, v.shape[3]) * B * H * visible_pairs(N_q, N_k, call.visible)
     of_mask = None
     if isinstance(call.visible, Bound) and math.prod(call.visible.extents) * N_q * N_k <= MOST_SCORES:
@@ -197,7 +198,8 @@ def _choice(call: Checked, direction: str, asked, stage: Stage, tiles: dict[str,
     else:
         why_tiles = "the nearest to the header's that fit into this device's shared memory"
     return Choice(
-        stage, why_this(stage, asked, q.dtype, q.device, wanted, d, sizes), tiles, why_tiles,
+        stage, why_this(stage, asked, q.dtype, q.device, wanted, d, sizes,
+                        needs_of(extras, by_head=by_head(call.visible))), tiles, why_tiles,
         stage.shared_bytes(d, tiles), plan.workspace_bytes,
         flops, of_mask,
         stage.hbm_bytes(B, H, N_q, N_k, d, H_kv=H_kv, **tiles), architecture, tuple(kernels), problem,

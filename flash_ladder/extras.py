@@ -92,14 +92,23 @@ def draw_seed(dropout_p: float, device: torch.device) -> torch.Tensor | None:
     return torch.randint(-(1 << 63), (1 << 63) - 1, (1,), dtype=torch.int64, device=device)
 
 
-def check_takes(stage: Stage, extras: Extras, cached: bool = False) -> None:
-    """Raise ValueError for a stage that does not know what the call asks for. cached: K and V are a cache."""
-    for what, asked in (("dropout", extras.dropout_p > 0), ("sink", extras.sink is not None),
-                        ("varlen", extras.cu_seqlens_q is not None), ("kv_cache", cached)):
-        if asked and what not in stage.takes:
-            those = [s.name for s in stages(stage.direction)
-                     if what in s.takes and set(s.dtypes) & set(stage.dtypes)]
-            also = ("; every stage from flash2 and recompute on takes attention(q[None].transpose(1, 2), "
-                    "..., mask=flash.masks.document(ids))") * (what == "varlen")
-            raise ValueError(f"{stage} takes no {what}; of its type these do: {', '.join(those) or 'none'}"
-                             f"{also}")
+def needs_of(extras: Extras, cached: bool = False, by_head: bool = False) -> tuple[str, ...]:
+    """What a call asks for that not every stage knows, as of Stage.lacks(). cached: K and V are a cache.
+    by_head: its mask differs from head to head."""
+    asked = {"dropout": extras.dropout_p > 0, "sink": extras.sink is not None,
+             "varlen": extras.cu_seqlens_q is not None, "kv_cache": cached, "masks by head": by_head}
+    return tuple(what for what, needed in asked.items() if needed)
+
+
+def check_takes(stage: Stage, needs: tuple[str, ...]) -> None:
+    """Raise ValueError for a stage that does not know what the call asks for."""
+    what = stage.lacks(needs)
+    if what in stage.refuses:
+        raise ValueError(f"{stage} takes no mask that differs from head to head, as its tiles have rows of "
+                         f"several: {stage.after} does")
+    if what:
+        those = [s.name for s in stages(stage.direction)
+                 if what in s.takes and set(s.dtypes) & set(stage.dtypes)]
+        also = ("; every stage from flash2 and recompute on takes attention(q[None].transpose(1, 2), "
+                "..., mask=flash.masks.document(ids))") * (what == "varlen")
+        raise ValueError(f"{stage} takes no {what}; of its type these do: {', '.join(those) or 'none'}{also}")

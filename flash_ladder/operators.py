@@ -225,7 +225,8 @@ def _backward_op(q, k, v, o, L, dO, dL, diagonal, mask, mask_tensors, ints, floa
 def _(q, k, v, o, L, dO, dL, diagonal, mask, mask_tensors, ints, floats, dropout_p, seed, sink, cu_seqlens_q,
       cu_seqlens_k, scale, stage, deterministic, Br, Bc, kinds, wanted):
     check_tensors(q, k, v, traced=True)
-    choose(of_text(stage), q, "bwd", deterministic, diagonal, Br=Br, Bc=Bc)
+    choose(of_text(stage), q, "bwd", deterministic, diagonal,
+           Extras(dropout_p, seed, sink, cu_seqlens_q, cu_seqlens_k), Br=Br, Bc=Bc)
     others = [x.new_empty(x.shape) for x in (*(() if sink is None else (sink,)),
                                              *(x for x, needed in zip(mask_tensors, wanted) if needed))]
     return empty_like(q), empty_like(k), empty_like(v), others
@@ -235,7 +236,8 @@ def _save(ctx, inputs, output) -> None:
     (q, k, v, diagonal, mask, mask_tensors, ints, floats, dropout_p, seed, sink, cu_seqlens_q, cu_seqlens_k,
      scale, _, backward, deterministic, _, _, Br, Bc, kinds, wanted) = inputs
     if deterministic is None and torch.are_deterministic_algorithms_enabled():  # it may not be by then
-        stage, _ = choose(of_text(backward), q, "bwd", None, diagonal, Br=Br, Bc=Bc)
+        extras = Extras(dropout_p, seed, sink, cu_seqlens_q, cu_seqlens_k)
+        stage, _ = choose(of_text(backward), q, "bwd", None, diagonal, extras, Br=Br, Bc=Bc)
         deterministic = stage.can_be_deterministic
     ctx.save_for_backward(q, k, v, *output, seed, sink, cu_seqlens_q, cu_seqlens_k, *mask_tensors)
     ctx.set_materialize_grads(False)  # None for an output that the loss does not depend on

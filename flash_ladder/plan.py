@@ -19,7 +19,7 @@ from .bound import Bound, fill_mask, gradients_of
 from .bound import strides_of as mask_strides_of
 from .checks import aligned, as_scale
 from .devices import multiprocessors, shared_memory_per_block
-from .extras import NO_EXTRAS, Cache, Extras, check_takes
+from .extras import NO_EXTRAS, Cache, Extras, check_takes, needs_of
 from .flops import flops_of_pair, visible_pairs
 from .inspection import current_report
 from .launch import Library, MaskTensor, Tensor, definitions, explain_loss, latest, load, params_of
@@ -50,7 +50,9 @@ class Keys(NamedTuple):
     cache: Cache | None = None
 
     def sizes(self, q: torch.Tensor) -> dict[str, int] | None:
-        """Those of Stage.is_for(), if they are known."""
+        """Those of Stage.is_for(), if they are known, and nobody needs gradients."""
+        if not self.alone:
+            return None
         B, H, N_q, d = q.shape
         N_k = self.cache.N_k(self.k) if self.cache else self.k.shape[2]
         sizes = {"B": B, "H": H, "H_kv": self.k.shape[1], "N_q": N_q, "N_k": N_k, "d": d}
@@ -63,12 +65,10 @@ def choose(stage, q: torch.Tensor, direction: str = "fwd", deterministic: bool |
     """The stage that a call asks for, and its tile sizes; checked. keys: None: they are not known, and
     without a name only a stage that is for any call is taken."""
     d = int(q.shape[3])
-    sizes = keys.sizes(q) if keys and keys.alone and not extras.dropout_p and not by_head(visible) else None
-    stage = find_or_convert(stage, q.dtype, q.device, direction, deterministic, d, sizes)
-    check_takes(stage, extras, keys is not None and keys.cache is not None)
-    if "masks by head" in stage.refuses and by_head(visible):
-        raise ValueError(f"{stage} takes no mask that differs from head to head, as its tiles have rows of "
-                         f"several: {stage.after} does")
+    needs = needs_of(extras, keys is not None and keys.cache is not None, by_head(visible))
+    stage = find_or_convert(stage, q.dtype, q.device, direction, deterministic, d,
+                            keys.sizes(q) if keys else None, needs)
+    check_takes(stage, needs)
     chosen = {name: size for name, size in tiles.items() if size is not None}
     rows = q.shape[0] * q.shape[1] * q.shape[2]
     if not isinstance(rows, int):  # traced with dynamic shapes: the operator will see a number
@@ -87,17 +87,17 @@ def by_head(visible: Visible) -> bool:
 
 def find_or_convert(stage, dtype: torch.dtype, device: torch.device, direction: str,
                     deterministic: bool | None = False, d: int | None = None,
-                    sizes: dict[str, int] | None = None) -> Stage:
+                    sizes: dict[str, int] | None = None, needs: tuple[str, ...] = ()) -> Stage:
     """find_stage(); but where no backward stage of a 16-bit type runs, one that takes float32: the gradients
     are then those of converted tensors. Before sm_80, such as on a T4."""
     if direction == "bwd" and stage is None and dtype in (torch.float16, torch.bfloat16):
         known = stages("bwd")
         if (not any(s.available(device, dtype) for s in known if dtype in s.dtypes)
                 and any(s.available(device, torch.float32) for s in known)):
-            stage = find_stage(None, torch.float32, device, direction, deterministic, d)
+            stage = find_stage(None, torch.float32, device, direction, deterministic, d, None, needs)
             _warn_of_conversion(dtype, str(device), stage.name)
             return stage
-    return find_stage(stage, dtype, device, direction, deterministic, d, sizes)
+    return find_stage(stage, dtype, device, direction, deterministic, d, sizes, needs)
 
 
 @functools.cache  # once

@@ -12,7 +12,7 @@ import torch
 
 from .devices import shared_memory_per_block
 from .sources import STAGES
-from .stage import DIRECTIONS, Stage, capability, has_architecture, read_header
+from .stage import DIRECTIONS, Stage, architecture_in_words, capability, has_architecture, read_header
 
 
 def read_stage(path: Path, direction: str = "fwd") -> Stage:
@@ -104,15 +104,16 @@ def _lineage(stage: Stage, by_name: dict[str, Stage]) -> Iterator[Stage]:
 
 def find_stage(stage: str | Path | Stage | None, dtype: torch.dtype, device: torch.device,
                direction: str = "fwd", deterministic: bool | None = False, d: int | None = None,
-               sizes: dict[str, int] | None = None) -> Stage:
-    """The stage that a call asks for; for None, the best that takes the type and `d`, runs on the device and,
-    if so asked, is deterministic: see `best_stage`.
+               sizes: dict[str, int] | None = None, needs: tuple[str, ...] = ()) -> Stage:
+    """The stage that a call asks for; for None, the best that takes the type, `d` and what the call needs,
+    runs on the device and, if so asked, is deterministic: see `best_stage`.
 
     Args:
         direction: "fwd" or "bwd".
         deterministic: refuse a stage that cannot be. None: as torch.use_deterministic_algorithms() says.
         d: head dimension, for which the device may have too little shared memory. None: any.
         sizes: of the call, as of Stage.is_for().
+        needs: of the call, as of Stage.lacks(). A stage that the call names is not asked.
     Raises:
         ValueError: if there is no such stage, it does not take `dtype`, or is not deterministic.
         RuntimeError: if it cannot run on `device`, or PyTorch's switch asks for a deterministic one.
@@ -128,7 +129,7 @@ def find_stage(stage: str | Path | Stage | None, dtype: torch.dtype, device: tor
         if dtype not in (types := dict.fromkeys(t for s in known for t in s.dtypes)):
             raise ValueError(f"q has type {dtype}; the {ladder} take {', '.join(map(str, types))}: convert "
                              f"with {_conversion(known[0])}")
-        stage = best_stage(known, device, dtype, wanted, d, sizes)
+        stage = best_stage(known, device, dtype, wanted, d, sizes, needs)
     elif not isinstance(stage, Stage):
         raise ValueError(f"{argument} must be a name, a pathlib.Path or a Stage, not {type(stage).__name__}")
     elif not stage.path.is_file():
@@ -155,41 +156,46 @@ def find_stage(stage: str | Path | Stage | None, dtype: torch.dtype, device: tor
 
 
 def best_stage(ladder: list[Stage], device: torch.device, dtype: torch.dtype, deterministic: bool = False,
-               d: int | None = None, sizes: dict[str, int] | None = None) -> Stage:
+               d: int | None = None, sizes: dict[str, int] | None = None,
+               needs: tuple[str, ...] = ()) -> Stage:
     """The stage that a call takes without naming one.
 
     That is the one whose `default:` is the latest architecture that the device has; first one that is for
-    such calls alone. Where it will not do,
-    being too large for `d`, say, or not deterministic, its nearest relative that will.
+    such calls alone. Where it will not do, being too large for `d`, say, or without what the call needs, its
+    nearest relative that will.
 
     Args:
         ladder: all stages of a direction; some take `dtype`.
         deterministic: whether it has to be.
+        sizes, needs: of the call, as of find_stage().
     Returns:
         A stage that takes `dtype`. If none will do, one for the error message.
     """
-    takers = [s for s in ladder if dtype in s.dtypes]
-    takers = [s for s in takers if s.is_for(sizes)]
+    takers = [s for s in ladder if dtype in s.dtypes and s.is_for(sizes)]
+    takers = [s for s in takers if not s.lacks(needs)] or takers
     takers = [s for s in takers if s.can_be_deterministic or not deterministic] or takers
-    candidates = (s for s in _by_preference(ladder, device, dtype) if s in takers)
+    candidates = (s for s in _by_preference(ladder, device, dtype, sizes, needs) if s in takers)
     first = next(candidates)
     return next((s for s in (first, *candidates) if s.available(device, dtype)
                  and (d is None or s.fits(d, shared_memory_per_block(device)))), first)
 
 
 def why_this(stage: Stage, asked: str | Path | Stage | None, dtype: torch.dtype, device: torch.device,
-             deterministic: bool | None, d: int, sizes: dict[str, int] | None = None) -> str:
+             deterministic: bool | None, d: int, sizes: dict[str, int] | None = None,
+             needs: tuple[str, ...] = ()) -> str:
     """Why find_stage() gave this stage for these arguments, in words."""
     if asked is not None:
         return "the call names it"
     ladder = stages(stage.direction)
-    first = next(s for s in _by_preference(ladder, device, dtype) if s.is_for(sizes))
+    first = next(s for s in _by_preference(ladder, device, dtype, sizes, needs) if s.is_for(sizes))
     if stage == first:
-        since = f"from {stage.default} on" if stage.default != "any GPU" else "on any GPU"
         calls = f" by calls without gradients of {stage.calls}" * bool(stage.calls)
-        return f"the end of its branch, which is taken {since}{calls}"
+        return (f"the end of its branch, which is taken {_where(stage)}{calls}"
+                f"{_elsewhere(ladder, device, dtype) * (not stage.calls)}")
     wanted = torch.are_deterministic_algorithms_enabled() if deterministic is None else deterministic
-    if wanted and not first.can_be_deterministic:
+    if lacking := first.lacks(needs):
+        problem = f"takes no {lacking}"
+    elif wanted and not first.can_be_deterministic:
         problem = "is not deterministic"
     elif not (available := first.available(device, dtype)):
         problem = f"cannot run here: {available}"
@@ -198,14 +204,32 @@ def why_this(stage: Stage, asked: str | Path | Stage | None, dtype: torch.dtype,
     return f"the nearest relative of {first.name}, which {problem}"
 
 
-def _by_preference(ladder: list[Stage], device: torch.device, dtype: torch.dtype) -> Iterator[Stage]:
+def _where(stage: Stage) -> str:
+    """On which devices calls take a default."""
+    if stage.default == "any GPU":
+        return "on any GPU"
+    return f"on {stage.default}" if stage.default.endswith("a") else f"from {stage.default} on"
+
+
+def _elsewhere(ladder: list[Stage], device: torch.device, dtype: torch.dtype) -> str:
+    """Which defaults of the type are for other architectures than this device has."""
+    others = [f"{s.name} is taken {_where(s)}" for s in ladder
+              if s.default and not s.calls and dtype in s.dtypes and not has_architecture(device, s.default)]
+    return f"; {', '.join(others)}, and {architecture_in_words(device)}" if others else ""
+
+
+def _by_preference(ladder: list[Stage], device: torch.device, dtype: torch.dtype,
+                   sizes: dict[str, int] | None, needs: tuple[str, ...]) -> Iterator[Stage]:
     """All stages, some several times. For each default, that of the latest architecture that the device has
-    first, and before others one that is for some calls: it, what grew from it, its parent, what else grew
-    from that, and so on. At last, the rest."""
+    first, and before others one that is for such calls alone: it, what grew from it, its parent, what else
+    grew from that, and so on. At last, the rest."""
     by_name = {s.name: s for s in ladder}
-    defaults = sorted((s for s in ladder if s.default and dtype in s.dtypes), reverse=True,
-                      key=lambda s: (has_architecture(device, s.default), capability(s.default),
-                                     bool(s.calls)))
+
+    def rank(default: Stage) -> tuple:
+        has, (major, minor) = has_architecture(device, default.default), capability(default.default)
+        return has, bool(default.calls), (major, minor) if has else (-major, -minor)
+    defaults = sorted((s for s in ladder if s.default and dtype in s.dtypes
+                       and (not s.calls or s.is_for(sizes) and not s.lacks(needs))), key=rank, reverse=True)
     for default in defaults:
         for ancestor in _lineage(default, by_name):
             yield ancestor

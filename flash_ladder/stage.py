@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import math
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -29,6 +30,7 @@ TENSORS = {"fwd": ("Q", "K", "V", "O", "L", "sink", "seed", "seqlens_k", "block_
                    "cu_seqlens_k"),
            "bwd": ("Q", "K", "V", "O", "dO", "L", "dL", "sink", "seed", "cu_seqlens_q", "cu_seqlens_k", "dQ",
                    "dK", "dV", "dsink")}
+# What a call may need
 TAKES = ("dropout", "sink", "d_v", "varlen", "kv_cache")  # what not every stage knows; d_v: d_v < d
 REFUSES = ("masks by head",)              # what the others know
 DETERMINISM = {"yes": (True, False), "no": (False, False), "on request": (False, True)}
@@ -122,6 +124,11 @@ class Stage:
         """Whether a call without a name takes it, as far as sizes tell: B, H, H_kv, N_q, N_k, d; None: nobody
         knows them."""
         return not self.calls or sizes is not None and bool(self._value("default", self.calls, **sizes))
+
+    def lacks(self, needs: Iterable[str]) -> str:
+        """The first of what a call needs that it does not know, of TAKES and REFUSES; empty: nothing."""
+        return next((what for what in needs
+                     if what in self.refuses or what in TAKES and what not in self.takes), "")
 
     def default_tiles(self, d: int, rows: int = MANY, causal: bool = False,
                       window: int = MANY, packed: int = 1) -> dict[str, int]:
@@ -257,13 +264,25 @@ def capability(architecture: str) -> tuple[int, int]:
 
 
 def has_architecture(device: torch.device, architecture: str) -> bool:
-    """Whether a device is of this architecture or a later one; the simulator is of every one."""
-    if device.type == "cpu":
-        return True
-    needed, have = capability(architecture), torch.cuda.get_device_capability(device)
+    """Whether a device is of this architecture or a later one. The simulator counts as its ARCHITECTURE,
+    though it runs the stages of all."""
+    needed, have = capability(architecture), _capability_of(device)
     if architecture.endswith("a"):  # sm_90a: its own instructions, which no later one has
         return have[0] == needed[0]
     return have >= needed
+
+
+def architecture_in_words(device: torch.device) -> str:
+    """What has_architecture() goes by."""
+    major, minor = _capability_of(device)
+    is_one = "the simulator counts as" if device.type == "cpu" else f"{torch.cuda.get_device_name(device)} is"
+    return f"{is_one} sm_{major}{minor}"
+
+
+def _capability_of(device: torch.device) -> tuple[int, int]:
+    if device.type == "cpu":
+        return capability(simulator.ARCHITECTURE)
+    return torch.cuda.get_device_capability(device)
 
 
 @functools.cache

@@ -9,6 +9,7 @@ returns at once. With a GPU the whole calls are timed too, with their launches, 
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import sys
 import time
@@ -53,7 +54,7 @@ def steps(device: str, dtype: torch.dtype) -> list[dict]:
     both()
     for library in launch._libraries.values():
         library.run = lambda *_: None
-    arguments = "causal", False, None, None, None, None, None, {}, 0.0, None
+    arguments = "causal", False, None, None, None, None, None, {}, 0.0, None, (None, None)
     key = attention._key(q, k, v, *arguments)
     call = attention._calls[key]
     o, lse = plan.forward_outputs(q, v)
@@ -73,12 +74,17 @@ def steps(device: str, dtype: torch.dtype) -> list[dict]:
 
 
 def whole(device: str, dtype: torch.dtype) -> list[dict]:
-    """Calls with their launches, beside PyTorch's."""
+    """Calls with their launches, beside PyTorch's: without a stage's name, then by other ends of branches."""
     q, k, v, do = (torch.randn(SHAPE, device=device, dtype=dtype) for _ in range(4))
     leaf = q.clone().requires_grad_()
+    taken = flash.find_stage(None, dtype, torch.device(device))
+    calls = {f"flash.attention, which takes {taken.name}": flash.attention}
+    for s in flash.stages("fwd"):
+        if s.default and not s.calls and s != taken and dtype in s.dtypes and s.available(device, dtype):
+            calls[f"flash.attention, {s.name}"] = functools.partial(flash.attention, stage=s.name)
     rows = []
-    for name, function in (("flash.attention", flash.attention),
-                           ("PyTorch's SDPA", torch.nn.functional.scaled_dot_product_attention)):
+    for name, function in (calls | {
+            "PyTorch's SDPA": torch.nn.functional.scaled_dot_product_attention}).items():
         def both(function=function):
             return torch.autograd.grad(function(leaf, k, v), leaf, do)
         both()

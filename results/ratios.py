@@ -1,4 +1,4 @@
-"""The best stages beside PyTorch's backends, over many shapes, in one process.
+"""Ends of branches beside PyTorch's backends, over many shapes, in one process: fp32's best stage, Ampere's.
 
     python results/ratios.py results/h200                  # writes ratios.json there
     python results/ratios.py results/h200 --dtypes fp32    # measures these types, and keeps the others' rows
@@ -9,7 +9,6 @@ after each shape, so that a run that is cut off keeps its rows.
 """
 
 import argparse
-import functools
 import itertools
 import json
 import os
@@ -38,6 +37,7 @@ TURNS = 3
 SECONDS_A_CASE = 0.1                               # in a turn
 HEADS = {64: 32, 128: 16, 256: 8}                  # by d, for 16 bits: H d is 2048, as in a model
 LENGTHS = {2048: 8, 4096: 4, 16384: 1}             # B by N, for 16 bits: B N is 16384
+AMPERE = "ampere_tuned"                            # beside FlashAttention-2, which is for Ampere, too
 KEPT = ("name", "label", "N", "status", "message", *measuring.TIMES, "error", "error_in", "allowed_error")
 
 
@@ -69,17 +69,17 @@ class Shape:
 
 
 def shapes(dtypes: list[str]) -> Iterator[Shape]:
-    """Those to measure, of these types: the stage that a call takes here without a name."""
+    """Those to measure, of these types: in fp32 the stage that a call takes here without a name."""
     for dtype, direction in itertools.product(dtypes, ("fwd", "bwd")):
-        best = functools.partial(best_stage, direction, dtype)
         if dtype == "fp32":
             for d, causal, N in itertools.product((64, 128), (True, False), (1024, 2048, 4096)):
-                yield Shape(direction, dtype, d, causal, 4, "12", N, best(d), "efficient")
+                yield Shape(direction, dtype, d, causal, 4, "12", N, best_stage(direction, dtype, d),
+                            "efficient")
             continue
         for (d, H), causal, (N, B) in itertools.product(HEADS.items(), (True, False), LENGTHS.items()):
-            yield Shape(direction, dtype, d, causal, B, str(H), N, best(d), "flash")
+            yield Shape(direction, dtype, d, causal, B, str(H), N, AMPERE, "flash")
         if dtype == "bf16":  # many query heads to a key head, and few blocks
-            yield Shape(direction, dtype, 256, True, 2, "8:1", 1024, best(256), "flash,math")
+            yield Shape(direction, dtype, 256, True, 2, "8:1", 1024, AMPERE, "flash,math")
 
 
 def best_stage(direction: str, dtype: str, d: int) -> str:

@@ -32,11 +32,12 @@ CASES = [(d, causal) for d in (64, 128) for causal in (True, False)]
 
 def same_bits(case: Case) -> dict[str, bool]:
     """Whether O, and in deterministic mode dQ, dK and dV, have the bits of one sequence at a time, with the
-    same tiles."""
+    same stages and tiles."""
     q, k, v, dO = (x.detach() for x in case.packed)
     leaves = [x.clone().requires_grad_() for x in (q, k, v)]
     tiles = {"Br": 128, "Bc": 128 if case.d <= 64 else 64, "Br_bwd": 64, "Bc_bwd": 128}
-    o = flash.attention_varlen(*leaves, case.starts, causal=case.causal, deterministic=True, **tiles)
+    options = {"causal": case.causal, "deterministic": True, **case.stages(), **tiles}
+    o = flash.attention_varlen(*leaves, case.starts, **options)
     gradients = torch.autograd.grad(o, leaves, dO)
     same = {"fwd": True, "bwd": True}
     first = 0
@@ -44,7 +45,7 @@ def same_bits(case: Case) -> dict[str, bool]:
         rows = slice(first, first + n)
         first += n
         alone = [x[rows].transpose(0, 1)[None].requires_grad_() for x in (q, k, v)]
-        o_alone = flash.attention(*alone, causal=case.causal, deterministic=True, **tiles)
+        o_alone = flash.attention(*alone, **options)
         found = torch.autograd.grad(o_alone, alone, dO[rows].transpose(0, 1)[None])
         same["fwd"] &= torch.equal(o_alone[0].transpose(0, 1), o[rows])
         same["bwd"] &= all(torch.equal(x[0].transpose(0, 1), y[rows]) for x, y in zip(found, gradients))
@@ -56,7 +57,8 @@ def builds() -> list[tuple]:
     device, jobs = torch.device("cuda", torch.cuda.current_device()), {}
     for d, causal in CASES:
         for direction, deterministic in (("fwd", False), ("bwd", False), ("bwd", True)):
-            stage = flash.find_stage(None, torch.bfloat16, device, direction, deterministic, d)
+            stage = flash.find_stage(None, torch.bfloat16, device, direction, deterministic, d,
+                                     needs=("varlen",))
             for tiles in ahead.variants(stage, d, device, causal):
                 for packed in (False, True):
                     job = ahead.job(stage, torch.bfloat16, d, causal, tiles, device, deterministic, False,

@@ -3,8 +3,10 @@
 // types:   fp16, bf16
 // needs:   sm_90a
 // after:   early_wait
+// default: sm_90a
 // takes:   dropout, sink, d_v
-// tiles:   Br=192 Bc=128; d > 64: Br=128 Bc=128; d > 128: Br=128 Bc=80
+// tiles:   Br=192 Bc=128; d > 64 or rows < 65536: Br=128 Bc=128; rows < 8192: Br=64 Bc=128;
+//          d > 128: Br=128 Bc=80; d > 128 and rows < 16384: Br=64 Bc=80
 // limits:  Br % 64 == 0; Br <= 192; Bc % 16 == 0; Bc <= 128
 // shared:  2 * ((3 if d <= 128 else 1) * Br + 4 * Bc) * ((d + 63) // 64 * 64) + 104
 // workspace: the number of tiles that blocks have asked for

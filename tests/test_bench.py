@@ -935,7 +935,8 @@ def test_shapes_of_ratios(tmp_path):
         assert (args.direction, args.dtype, args.causal, N) == (
             shape.direction, shape.dtype, shape.causal, shape.N)
         assert args.batch * N == 16384 and args.H * args.head_dim == 2048 or shape.heads in ("12", "8:1")
-        assert stage == flash.find_stage(None, flash.DTYPES[shape.dtype], args.device, stage.direction)
+        assert stage == flash.find_stage(None, flash.DTYPES[shape.dtype], torch.device("cpu"),
+                                         stage.direction)
         assert args.peers == shape.peers.split(",")
     heads = {(s.heads, s.d, s.peers) for s in all_of_them if s.dtype == "bf16"}
     assert heads == {("32", 64, "flash"), ("16", 128, "flash"), ("8", 256, "flash"),

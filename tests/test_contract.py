@@ -314,12 +314,58 @@ LADDER = {
 def test_the_default(own_ladder, monkeypatch, capability, dtype, d, deterministic, expected):
     """The end of the branch for the latest architecture that the device has, or its nearest relative."""
     own_ladder(**LADDER)
+    found = flash.find_stage(None, dtype, gpu(monkeypatch, capability, 10_000), "fwd", deterministic, d)
+    assert found.name == expected
+
+
+def gpu(monkeypatch, capability, shared_memory=227 * 1024) -> torch.device:
+    """A GPU that does not have to be there."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: "a GPU")
     monkeypatch.setattr(stage_module, "find_nvcc", lambda cuda: Path("nvcc"))
-    monkeypatch.setattr(registry, "shared_memory_per_block", lambda device: 10_000)
-    found = flash.find_stage(None, dtype, torch.device("cuda"), "fwd", deterministic, d)
-    assert found.name == expected
+    monkeypatch.setattr(registry, "shared_memory_per_block", lambda device: shared_memory)
+    return torch.device("cuda")
+
+
+DECODING = {"B": 1, "H": 8, "H_kv": 2, "N_q": 1, "N_k": 600, "d": 64}
+PROMPT = DECODING | {"N_q": 600}
+NAMES = "the end of its branch, which is taken "
+ELSEWHERE = "from sm_80 on; hopper_tuned is taken on sm_90a, and {} is sm_"
+
+
+@pytest.mark.parametrize("capability, sizes, needs, expected, why", [
+    ((9, 0), PROMPT, (), "hopper_tuned", NAMES + "on sm_90a"),
+    ((9, 0), PROMPT, ("dropout", "sink"), "hopper_tuned", NAMES + "on sm_90a"),
+    ((9, 0), None, ("varlen",), "ampere_tuned",
+     "the nearest relative of hopper_tuned, which takes no varlen"),
+    ((9, 0), PROMPT, ("sink", "kv_cache"), "ampere_tuned",
+     "the nearest relative of hopper_tuned, which takes no kv_cache"),
+    ((9, 0), DECODING, ("sink", "kv_cache"), "split_kv",
+     NAMES + "from sm_80 on by calls without gradients of N_q <= 16 and N_k >= 512"),
+    ((9, 0), DECODING, (), "split_kv",
+     NAMES + "from sm_80 on by calls without gradients of N_q <= 16 and N_k >= 512"),
+    ((9, 0), DECODING, ("dropout",), "hopper_tuned", NAMES + "on sm_90a"),
+    ((9, 0), DECODING, ("masks by head",), "hopper_tuned", NAMES + "on sm_90a"),
+    ((8, 6), PROMPT, (), "ampere_tuned", NAMES + ELSEWHERE.format("a GPU") + "86"),
+    ((10, 0), PROMPT, ("varlen",), "ampere_tuned", NAMES + ELSEWHERE.format("a GPU") + "100"),
+    (None, PROMPT, (), "ampere_tuned",
+     NAMES + "from sm_80 on; hopper_tuned is taken on sm_90a, and the simulator counts as sm_80"),
+])
+def test_the_default_by_what_a_call_needs(monkeypatch, capability, sizes, needs, expected, why):
+    """Of the ladder itself. None: on the CPU."""
+    device = gpu(monkeypatch, capability) if capability else torch.device("cpu")
+    stage = flash.find_stage(None, torch.bfloat16, device, "fwd", None, 64, sizes, needs)
+    assert stage.name == expected and not stage.lacks(needs)
+    assert registry.why_this(stage, None, torch.bfloat16, device, None, 64, sizes, needs) == why
+
+
+def test_what_no_stage_takes_is_refused_by_the_default(monkeypatch):
+    """In fp32 there are no packed sequences: the default's error says what takes them."""
+    device = gpu(monkeypatch, (9, 0))
+    assert flash.find_stage(None, torch.float32, device, needs=("varlen",)).name == "fp32_tuned"
+    q, k, v = (torch.randn(20, 2, 64) for _ in range(3))
+    with pytest.raises(ValueError, match="stage 'fp32_tuned' takes no varlen; of its type these do: none"):
+        flash.attention_varlen(q, k, v, torch.tensor([0, 20], dtype=torch.int32))
 
 
 def test_the_default_where_none_will_do(own_ladder, monkeypatch):
@@ -331,11 +377,9 @@ def test_the_default_where_none_will_do(own_ladder, monkeypatch):
     own_ladder(one="", two="")
     assert flash.find_stage(None, torch.float32, cpu).name == "two"
     own_ladder(**LADDER)
-    assert flash.find_stage(None, torch.float16, cpu).name == "hopper"     # the simulator has all of them
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (6, 0))
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: "a GPU")
-    with pytest.raises(RuntimeError, match="stage 'hopper' cannot run on cuda: needs sm_90a"):
-        flash.find_stage(None, torch.float16, torch.device("cuda"))
+    assert flash.find_stage(None, torch.float16, cpu).name == "ampere"     # though it would run them all
+    with pytest.raises(RuntimeError, match="stage 'ampere' cannot run on cuda: needs sm_80"):  # the least
+        flash.find_stage(None, torch.float16, gpu(monkeypatch, (6, 0)))
 
 
 def test_the_default_of_the_ladder():

@@ -321,6 +321,36 @@ def test_tensor_maps_are_checked(device, case):
     assert error.startswith("cuTensorMapEncodeTiled: ") and wrong in error
 
 
+def views(device: str, dtype=torch.float16, d: int = 32):
+    """q, k and v whose strides a tensor map might mind: 0 of what is expanded, rows that overlap, any where
+    there is only one."""
+    def random(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator).to(device, dtype)
+
+    generator, B, H, N = torch.Generator().manual_seed(0), 2, 2, 70
+    q, k, v = (random(B, H, N, d) for _ in range(3))
+    one = random(1, 1, 1, d)
+    yield "the batch has one k and v", q, *(x[:1].expand_as(x) for x in (k, v))
+    yield "all keys are one", q, k[:, :, :1].expand_as(k), v
+    yield "all values are one", q, k, v[:, :, :1].expand_as(v)
+    yield "all queries are one, and all else", *[one.expand_as(q)] * 3
+    yield "rows overlap", q, *(torch.as_strided(random(2000), k.shape, (160, 80, 8, 1)) for _ in range(2))
+    yield "one row", one, one, one
+    yield "one head, with odd strides", *(torch.as_strided(random(N * d), (1, 1, N, d), (7, 3, d, 1))
+                                          for _ in range(3))
+
+
+@pytest.mark.parametrize("stage", ["tma", "hopper_tuned"])
+def test_tensor_maps_of_any_strides(device, stage):
+    """The driver takes every stride of 16 bytes' multiples below 2^40, 0 as well."""
+    for name, *tensors in views(device):
+        found = flash.attention(*tensors, stage=stage, return_lse=True)
+        expected = flash.attention(*(x.clone(memory_format=torch.contiguous_format) for x in tensors),
+                                   stage=stage, return_lse=True)
+        assert all(map(torch.equal, found, expected)), name
+        check(*found, *tensors)
+
+
 # ------------------------------------------------------------------------------------------ what it costs
 def inspected(function: str, *arguments, **arrays: torch.Tensor):
     with flash.inspect(**arrays) as report:

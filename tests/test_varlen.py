@@ -15,6 +15,9 @@ M = flash.masks
 # Rows of q and of k, of each sequence: none, 1, ends of tiles, more queries than keys, fewer
 MIXED = [(70, 70), (0, 5), (1, 1), (64, 64), (129, 100), (3, 200), (40, 0), (33, 128)]
 TILES = {"Br": 64, "Bc": 64, "Br_bwd": 32, "Bc_bwd": 64}
+# That packed sequences take: of one sequence alone Hopper's may be the best
+STAGES = {argument: flash.find_stage(None, torch.bfloat16, torch.device("cpu"), direction, needs=("varlen",))
+          for argument, direction in (("stage", "fwd"), ("backward", "bwd"))}
 
 
 def starts(lengths, device="cpu"):
@@ -70,7 +73,8 @@ def test_each_sequence_is_a_call_of_its_own(H, H_kv, d, causal, device):
             assert (lse[:, rows] == -torch.inf).all()
             continue
         leaves = [t.requires_grad_() for t in (q, k, v)]
-        alone = flash.attention(*leaves, causal=causal, return_lse=True, deterministic=True, **TILES)
+        alone = flash.attention(*leaves, causal=causal, return_lse=True, deterministic=True, **STAGES,
+                                **TILES)
         found = [unpacked(dq), unpacked(dk), unpacked(dv)]
         assert torch.equal(unpacked(o[rows]), alone[0]) and torch.equal(lse[:, rows][None], alone[1])
         for mine, theirs in zip(found, torch.autograd.grad(alone, leaves, (do, dlse))):
@@ -131,7 +135,8 @@ def test_masks_count_from_each_sequences_last_key():
         if rows.start < rows.stop:
             *leaves, do, dlse = x.alone(rows, keys)
             leaves = [t.requires_grad_() for t in leaves]
-            alone = flash.attention(*leaves, mask=mask, return_lse=True, deterministic=True, **TILES)
+            alone = flash.attention(*leaves, mask=mask, return_lse=True, deterministic=True, **STAGES,
+                                    **TILES)
             gradients = torch.autograd.grad(alone, leaves, (do, dlse))
             at = (rows, None, rows, keys, keys)
             for mine, theirs, part in zip(found, (*alone, *gradients), at):

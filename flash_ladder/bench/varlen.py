@@ -71,6 +71,12 @@ class Case:
         ids = torch.arange(len(self.lengths), dtype=torch.int32)
         self.ids = ids.repeat_interleave(torch.tensor(self.lengths)).to(self.device)
 
+    def stages(self) -> dict[str, Any]:
+        """Those that a call with packed sequences takes, as arguments of attention()."""
+        return {argument: flash.find_stage(None, self.dtype, torch.device(self.device), direction, d=self.d,
+                                           needs=("varlen",))
+                for argument, direction in (("stage", "fwd"), ("backward", "bwd"))}
+
     def flops(self, direction: str, name: str) -> int:
         B, N = one_shape(self.lengths)
         lengths = [N] * B if name == "one" else self.lengths
@@ -90,7 +96,7 @@ class Case:
             return lambda q, k, v: flash.attention_varlen(
                 q, k, v, self.starts, causal=causal, deterministic=name == "deterministic")
         if name == "one":
-            return lambda q, k, v: flash.attention(q, k, v, causal=causal)
+            return lambda q, k, v: flash.attention(q, k, v, causal=causal, **self.stages())
         if name == "document":
             mask = flash.masks.document(self.ids)
             return lambda q, k, v: flash.attention(q, k, v, causal=causal, mask=mask)
