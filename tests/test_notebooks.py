@@ -139,7 +139,7 @@ def test_times_need_a_gpu(monkeypatch):
 
 # Rungs that no lesson shows
 WITHOUT_A_LESSON = ["wgmma", "warp_specialized", "overlap", "lazy_rescale", "pingpong", "persistent",
-                    "hopper_tuned"]
+                    "seamless", "early_wait", "hopper_tuned"]
 
 
 @pytest.mark.parametrize("stage", [stage for stage in flash.stages()
