@@ -16,6 +16,7 @@ from flash_ladder.bench import cases, competitors, masked, measuring, modes, pee
 from flash_ladder.bench import report as bench_report
 
 sys.path.insert(0, str(flash.ROOT / "results"))
+import hopper  # noqa: E402
 import masks as mask_results  # noqa: E402
 import ratios  # noqa: E402
 
@@ -922,6 +923,59 @@ def test_results_of_masks_need_a_gpu(tmp_path, monkeypatch, capsys):
     with pytest.raises(SystemExit):
         mask_results.main([str(tmp_path), "--cases", "vla,nothing"])
     assert "no 'nothing'; there are vla, window64" in capsys.readouterr().err
+
+
+# ---------------------------------------------------------------------------------------- results/hopper.py
+class FlashAttention3:
+    """Its interface, by plain code: forward only."""
+
+    def fwd(self, q, k, v, *, is_causal, num_splits):
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        o = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=is_causal, enable_gqa=True)
+        return o.transpose(1, 2), None
+
+
+def test_shapes_of_hopper():
+    """18 large ones a pass and type; H d = 2048; what is counted of a window's pairs."""
+    chosen = list(hopper.shapes(list(hopper.CASES), ["fwd", "bwd"], ["bf16"], [64, 128, 256]))
+    assert len(chosen) == len(set(chosen)) == 2 * 3 * (6 + 6 + 4 + 1)
+    assert sum(shape.case == "large" for shape in chosen) == 36
+    for shape in chosen:
+        assert shape.H * shape.d == 2048 and (shape.B * shape.N == 16384 or shape.case == "small")
+    window = hopper.Shape("window", "fwd", "bf16", 8, 1, 1, 1, 5, False, 2)
+    i, j = torch.arange(5)[:, None], torch.arange(5)
+    assert window.flops == 4 * 8 * ((j <= i) & (j > i - 2)).sum()
+
+
+def test_hopper_compares_with_what_runs(capsys, tmp_path):
+    """A row for each contender; who refuses says why; a wrong result shows."""
+    shape = hopper.Shape("large", "fwd", "bf16", 16, 1, 2, 1, 40, True)
+    stages = hopper.of_stages("fwd", ["mma:Br=32:Bc=16", "exp2"])
+    data, file = {"device": "one", "date": "2030-01-02", "rows": []}, tmp_path / "hopper.json"
+    hopper.run([shape], {"fwd": stages}, FlashAttention3(), file, data, "cpu")
+    rows = {row["name"]: row for row in json.loads(file.read_text())["rows"]}
+    assert list(rows) == ["mma:Br=32:Bc=16", "exp2", "fa2", "cudnn", "fa3"]
+    assert all(0 < rows[name]["difference"] < 0.01 and rows[name]["ms"] > 0 for name in stages)
+    assert rows["cudnn"]["ms"] is None and rows["cudnn"]["message"]
+    lines = hopper.table(data["rows"]).splitlines()
+    assert len(lines) == 3 and "fwd bf16 d=16 causal B=1 H=2:1 N=40" in lines[2]
+    best = min(rows[name]["ms"] for name in hopper.LABELS if rows[name]["ms"])
+    assert f"{best / rows['exp2']['ms']:.3f}" in lines[2]
+    assert hopper.kept(data, "one", [shape]) == [] and hopper.kept(data, "one", []) == data["rows"]
+    with pytest.raises(SystemExit, match="has rows of one, and this is another"):
+        hopper.kept(data, "another", [])
+    x = torch.ones(3)
+    assert hopper.difference((x, 2 * x), (x, x)) == pytest.approx(0.5**0.5)
+
+
+def test_hopper_refuses_bad_arguments(tmp_path, capsys):
+    for wrong, words in ((["--cases", "tiny"], "no tiny; there are large"), (["--dims", "80"], "no 80"),
+                         (["--stages", "mma"], "takes one pass")):
+        with pytest.raises(SystemExit):
+            hopper.main([str(tmp_path), *wrong])
+        assert words in capsys.readouterr().err
+    with pytest.raises(SystemExit, match="no stage 'nma'"):
+        hopper.of_stages("fwd", ["nma"])
 
 
 # ---------------------------------------------------------------------------------------- results/ratios.py
