@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import contextlib
+import itertools
 import os
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -18,7 +19,8 @@ from .registry import find_stage
 from .sources import ROOT
 from .stage import Stage
 
-ROWS = [1 << power for power in range(0, 48)]  # B * H * N_q: all that a rule for tiles can tell apart
+# B * H * N_q and N_k: all that a rule for tiles can tell apart
+SIZES = [1 << power for power in range(0, 48)]
 
 Job = tuple  # the arguments of build()
 
@@ -26,8 +28,8 @@ Job = tuple  # the arguments of build()
 def variants(stage: Stage, d: int, device: torch.device, causal: bool) -> list[dict[str, int]]:
     """The tile sizes that calls without any get, over all sizes of a call."""
     found: list[dict[str, int]] = []
-    for rows in ROWS:
-        tiles = stage.tiles(d, shared_memory_per_block(device), rows, causal)
+    for rows, keys in itertools.product(SIZES, SIZES if "keys" in stage.tile_rules else SIZES[:1]):
+        tiles = stage.tiles(d, shared_memory_per_block(device), rows, causal, keys=keys)
         if tiles not in found:
             found.append(tiles)
     return found

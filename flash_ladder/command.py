@@ -34,7 +34,7 @@ from rich.text import Text
 from . import cache, difference, inspection, loader, plan, registry
 from .devices import default_device, describe_device, shared_memory_per_block
 from .difference import SECTION
-from .grid import GRID, diagonal_of, errors, gradient_errors, poisoned, type_for, wrong
+from .grid import GRID, LARGE, diagonal_of, errors, gradient_errors, poisoned, type_for, wrong
 from .reference import random_gradients, random_qkv, reference
 from .sources import INSTALLED, ROOT, read_source
 from .stage import DIRECTIONS, DTYPES, Stage
@@ -292,8 +292,8 @@ def calls(stage: Stage, device: str) -> Iterator[Call]:
     shared_memory = shared_memory_per_block(torch.device(device))
     for wanted in (False, True)[:1 + stage.deterministic_on_request]:
         for case in GRID:
-            sizes = [tuple(stage.tiles(case[5], shared_memory, rows, bool(case[6])).items())
-                     for rows in (1, 1 << 15, 1 << 20)]
+            sizes = [tuple(stage.tiles(case[5], shared_memory, rows, bool(case[6]), keys=keys).items())
+                     for rows, keys in ((1, 1), *LARGE)]
             of_case = functools.partial(Call, stage, case, device, deterministic=wanted)
             yield from map(of_case, dict.fromkeys(sizes))
             if case == GRID[2] and not wanted:

@@ -193,7 +193,7 @@ def _choice(call: Checked, direction: str, asked, stage: Stage, tiles: dict[str,
     if named:
         why_tiles = f"{' and '.join(named)} by the call"
     elif tiles == stage.default_tiles(d, 1 << (B * H * N_q).bit_length() - 1, causal,
-                                      window_of(call.visible), N_q * H // H_kv):
+                                      window_of(call.visible), N_q * H // H_kv, N_k):
         why_tiles = "the header's rule for this d, size and mask"
     else:
         why_tiles = "the nearest to the header's that fit into this device's shared memory"

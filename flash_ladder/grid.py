@@ -9,6 +9,8 @@ import torch
 from .reference import max_error, recomputed_gradients, reference, reference_gradients
 from .registry import stages
 
+# B * H * N_q and N_k of large calls, as rules for tiles see them
+LARGE = ((1 << 15, 1), (1 << 20, 1), (1 << 20, 1 << 14))
 # B, H, H_kv, N_q, N_k, d, mask; N around and between the multiples of the tiles. "bottom": the last query
 # sees the last key (attention's causal); "top": query i sees key j <= i (scaled_dot_product_attention's).
 GRID = [

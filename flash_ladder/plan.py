@@ -49,14 +49,17 @@ class Keys(NamedTuple):
     alone: bool = True
     cache: Cache | None = None
 
+    @property
+    def rows(self) -> int:
+        """N_k."""
+        return self.cache.N_k(self.k) if self.cache else self.k.shape[2]
+
     def sizes(self, q: torch.Tensor) -> dict[str, int] | None:
         """Those of Stage.is_for(), if they are known, and nobody needs gradients."""
-        if not self.alone:
-            return None
         B, H, N_q, d = q.shape
-        N_k = self.cache.N_k(self.k) if self.cache else self.k.shape[2]
-        sizes = {"B": B, "H": H, "H_kv": self.k.shape[1], "N_q": N_q, "N_k": N_k, "d": d}
-        return sizes if all(isinstance(size, int) for size in sizes.values()) else None
+        sizes = {"B": B, "H": H, "H_kv": self.k.shape[1], "N_q": N_q, "N_k": self.rows, "d": d}
+        known = self.alone and all(isinstance(size, int) for size in sizes.values())
+        return sizes if known else None
 
 
 def choose(stage, q: torch.Tensor, direction: str = "fwd", deterministic: bool | None = False,
@@ -64,20 +67,17 @@ def choose(stage, q: torch.Tensor, direction: str = "fwd", deterministic: bool |
            **tiles: int | None) -> tuple[Stage, dict[str, int]]:
     """The stage that a call asks for, and its tile sizes; checked. keys: None: they are not known, and
     without a name only a stage that is for any call is taken."""
-    d = int(q.shape[3])
+    B, H, N_q, d = *q.shape[:3], int(q.shape[3])
     needs = needs_of(extras, keys is not None and keys.cache is not None, by_head(visible))
     stage = find_or_convert(stage, q.dtype, q.device, direction, deterministic, d,
                             keys.sizes(q) if keys else None, needs)
     check_takes(stage, needs)
     chosen = {name: size for name, size in tiles.items() if size is not None}
-    rows = q.shape[0] * q.shape[1] * q.shape[2]
-    if not isinstance(rows, int):  # traced with dynamic shapes: the operator will see a number
-        rows = MANY
-    packed = q.shape[2] * q.shape[1] // keys.k.shape[1] if keys else 1
-    if not isinstance(packed, int):
-        packed = 1
+    packed, N_k = (N_q * H // keys.k.shape[1], keys.rows) if keys else (1, 1)
+    rows, packed, N_k = (size if isinstance(size, int) else unknown  # of dynamic shapes: the operator knows
+                         for size, unknown in ((B * H * N_q, MANY), (packed, 1), (N_k, 1)))
     return stage, stage.tiles(d, shared_memory_per_block(q.device), rows,
-                              isinstance(visible, int), window_of(visible), packed, **chosen)
+                              isinstance(visible, int), window_of(visible), packed, N_k, **chosen)
 
 
 def by_head(visible: Visible) -> bool:

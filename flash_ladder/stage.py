@@ -130,20 +130,19 @@ class Stage:
         return next((what for what in needs
                      if what in self.refuses or what in TAKES and what not in self.takes), "")
 
-    def default_tiles(self, d: int, rows: int = MANY, causal: bool = False,
-                      window: int = MANY, packed: int = 1) -> dict[str, int]:
-        """Br and Bc for a head dimension, B * H * N_q rows and a mask or none: the last rule whose condition
-        holds."""
+    def default_tiles(self, d: int, rows: int = MANY, causal: bool = False, window: int = MANY,
+                      packed: int = 1, keys: int = 1) -> dict[str, int]:
+        """Br and Bc for a call, as of tiles(): the last rule whose condition holds."""
         tiles = {}
         for rule in self.tile_rules.split(";"):
             condition, _, sizes = rule.rpartition(":")
             if not condition or self._value("tiles", condition, d=d, rows=rows, causal=causal,
-                                            window=window, packed=packed):
+                                            window=window, packed=packed, keys=keys):
                 tiles = {name: int(size) for name, size in re.findall(r"(\w+)=(\d+)", sizes)}
         return tiles
 
     def tiles(self, d: int, shared_memory: int, rows: int = MANY, causal: bool = False, window: int = MANY,
-              packed: int = 1, **chosen: int) -> dict[str, int]:
+              packed: int = 1, keys: int = 1, **chosen: int) -> dict[str, int]:
         """The tile sizes of a call: `chosen` ones, else the defaults, or the nearest to them that fit.
 
         In messages they have attention()'s names: Br_bwd and Bc_bwd for a backward stage.
@@ -155,6 +154,7 @@ class Stage:
             causal: whether it is causal.
             window: how many keys a row sees at most, as far as the mask's own numbers say.
             packed: N_q * H / H_kv.
+            keys: N_k; 1: nobody knows it.
         Raises:
             ValueError: if the stage does not know a tile by this name, or cannot use its size.
         """
@@ -167,22 +167,23 @@ class Stage:
             chosen[name] = whole
         rows = 1 << rows.bit_length() - 1  # rounded down, so that the cache stays small
         packed = 1 << (packed - 1).bit_length()  # rounded up, likewise
-        return dict(self._fitting_tiles(d, shared_memory, rows, causal, window, packed,
+        keys = 1 << keys.bit_length() - 1
+        return dict(self._fitting_tiles(d, shared_memory, rows, causal, window, packed, keys,
                                         tuple(chosen.items())))
 
     @functools.cache
     def fits(self, d: int, shared_memory: int) -> bool:
         """Whether it has tile sizes for this head dimension and so many bytes of shared memory a block."""
         try:
-            self._fitting_tiles(d, shared_memory, MANY, False, MANY, 1, ())
+            self._fitting_tiles(d, shared_memory, MANY, False, MANY, 1, 1, ())
         except ValueError:
             return False
         return True
 
     @functools.cache  # some 100 us, in every call of attention()
     def _fitting_tiles(self, d: int, shared_memory: int, rows: int, causal: bool, window: int, packed: int,
-                       chosen: tuple) -> dict[str, int]:
-        tiles = self.default_tiles(d, rows, causal, window, packed)
+                       keys: int, chosen: tuple) -> dict[str, int]:
+        tiles = self.default_tiles(d, rows, causal, window, packed, keys)
         tiles.update(chosen)
         if not (problem := self._tile_problem(d, shared_memory, tiles)):
             return tiles

@@ -246,7 +246,8 @@ def jobs(shape: Shape, stages: dict) -> Iterator[ahead.Job]:
     device = torch.device("cuda", torch.cuda.current_device())
     rows = shape.B * shape.H * shape.N
     for stage, tiles in stages.values() if not shape.window else ():
-        chosen = stage.tiles(shape.d, flash.shared_memory_per_block(device), rows, shape.causal, **tiles)
+        chosen = stage.tiles(shape.d, flash.shared_memory_per_block(device), rows, shape.causal,
+                             keys=shape.N, **tiles)
         yield ahead.job(stage, flash.DTYPES[shape.dtype], shape.d, shape.causal, chosen, device)
 
 

@@ -78,7 +78,8 @@ __global__ void __launch_bounds__(threads, 1) forward_kernel(
       next_smem[n % Q_buffers] = next;
       if (next >= all) {                    // the consumers end, too
         mbarrier_arrive(Q_smem.full + n % Q_buffers);
-        return V_smem.fill(V_map, step - 1, V_row, V_head, V_batch);
+        V_smem.fill(V_map, step - 1, V_row, V_head, V_batch);
+        return;
       }
       const Work work = dispatch_order(Tr, heads, heads_together, next);
       const int i = Tr - 1 - work.tile, b = work.bh / p.H, h = work.bh % p.H, h_kv = h / (p.H / p.H_kv);

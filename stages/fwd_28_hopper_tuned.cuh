@@ -6,9 +6,11 @@
 // default: sm_90a
 // takes:   dropout, sink, d_v
 // tiles:   Br=192 Bc=128; d > 64 or rows < 65536: Br=128 Bc=128; rows < 8192: Br=64 Bc=128;
+//          d > 64 and rows >= 65536 and keys >= 8192 and window >= 8192: Br=192 Bc=80;
 //          d > 128: Br=128 Bc=80; d > 128 and rows < 16384: Br=64 Bc=80
 // limits:  Br % 64 == 0; Br <= 192; Bc % 16 == 0; Bc <= 128
-// shared:  2 * ((3 if d <= 128 else 1) * Br + 4 * Bc) * ((d + 63) // 64 * 64) + 104
+// shared:  2 * ((3 if d <= 128 and Br * ((d + 63) // 64) <= 256 else 1) * Br + 4 * Bc)
+//          * ((d + 63) // 64 * 64) + 104
 // workspace: the number of tiles that blocks have asked for
 // hbm:     4 * B * H * (Tr * N_k * d + N_q * (d + 1))
 // predicted: 1.05x: stores of 4 bytes a lane become a box a warp
@@ -19,6 +21,9 @@
 //     lane asks for the copy (common/store_panels.cuh). Before, a lane stored 4 bytes at a time. The copy
 //     goes on while the warp is at the next tile. With d <= 128 it has a buffer of its own; else Q's, which
 //     is then given back when the copy has read it. So there a tile ends as in persistent.
+//   - With N_k of 8192 or more and d > 64, tiles of 192 rows and 80 keys: a third fewer reads of K and V from
+//     L2. Three buffers of 192 rows do not fit, so a tile ends as with d > 128 (H200, bf16, d=128, N=16384:
+//     763 TFLOP/s full, 756 causal, with 128 x 128 751 and 728; at N=4096 causal 558, with 128 x 128 594).
 //   - With 192 rows a warpgroup may need one tile of K and V less than the last one does. It passes it by
 //     (H200, bf16, d=64, causal, N=2048: 404 TFLOP/s, before 393).
 //   - The producer has 40 registers, where it had 24, and spilled some with a mask.
@@ -47,9 +52,9 @@ constexpr int warps = Br / 16, threads = 32 * warps + 128;               // cons
 constexpr int producer_registers = Br <= 128 ? 40 : 32, consumer_registers = Br <= 128 ? 232 : 160;
 constexpr float slack = d > 64 ? 8.f : 0.f;                              // how far scores may pass m, base 2
 constexpr int pitch = panel * panels;      // elements in shared memory for a row of a tile
-constexpr int Q_buffers = d <= 128 ? 2 : 1;
-constexpr bool seamless = Q_buffers == 2, O_in_Q = !seamless;           // O leaves through Q's buffer, or not
-constexpr int tile_rows = (O_in_Q ? 1 : Q_buffers + 1) * Br + 4 * Bc;    // in shared memory
+constexpr bool seamless = d <= 128 && Br * pitch <= 128 * 128;    // two buffers of Q and one of O fit; else O
+constexpr int Q_buffers = seamless ? 2 : 1;                              // leaves through Q's
+constexpr int tile_rows = (seamless ? 3 : 1) * Br + 4 * Bc;              // in shared memory
 
 // How many tiles of Q blocks have asked for, after their first ones
 __global__ void clear_kernel(int* asked_for) { *asked_for = 0; }
@@ -68,7 +73,7 @@ __global__ void __launch_bounds__(threads, 1) forward_kernel(
   const Ring<Q_buffers, Br> Q_smem(smem, barriers);
   const Ring<2, Bc> K_smem(smem + Q_buffers * Br * pitch, barriers + 4);
   const Ring<2, Bc> V_smem(K_smem.tiles + 2 * Bc * pitch, K_smem.full + 4);
-  ELEMENT* O_smem = O_in_Q ? smem : V_smem.tiles + 2 * Bc * pitch;       // Br x d, in panels
+  ELEMENT* O_smem = seamless ? V_smem.tiles + 2 * Bc * pitch : smem;      // Br x d, in panels
   int* next_smem = reinterpret_cast<int*>(barriers + 12);     // the number of the tile that comes with Q_i
   Q_smem.init(warps);
   K_smem.init(warps);
@@ -128,7 +133,7 @@ __global__ void __launch_bounds__(threads, 1) forward_kernel(
   auto store = [&](const Work& work) {
     rescale(O_reg, inv_l);                                               // line 12
     store_panels(O_map, O_smem, O_reg, Br, 16 * warp, first_row(work), work.bh % p.H, work.bh / p.H);
-    if (O_in_Q && lane == 0) bulk_wait_read<0>();
+    if (!seamless && lane == 0) bulk_wait_read<0>();
   };
   bool is_left = false;                     // P V of the last step of the tile before
   for (unsigned n = 0, step = 0, last = 0, next = wait_for_Q(0); next < all; n++) { // line 3

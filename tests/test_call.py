@@ -231,10 +231,12 @@ def test_no_size_of_a_call_is_new(monkeypatch):
     for stage in flash.stages():
         for causal in (False, True):
             found = ahead.variants(stage, 64, device, causal)
-            sizes = {rows + more for rows in ahead.ROWS for more in (-1, 0, 1)} - {0}
-            assert all(stage.tiles(64, flash.shared_memory_per_block(device), rows, causal) in found
-                       for rows in sizes)
-            assert len(found) <= 4
+            found128 = ahead.variants(stage, 128, device, causal)
+            sizes = {size + more for size in ahead.SIZES for more in (-1, 0, 1)} - {0}
+            for d, of_d in ((64, found), (128, found128)):
+                assert all(stage.tiles(d, flash.shared_memory_per_block(device), rows, causal, keys=keys)
+                           in of_d for rows in sizes for keys in (1, 8191, 8192, 1 << 40))
+            assert len(found) <= 4 and len(found128) <= 4
 
 
 def test_compile(monkeypatch, tmp_path):

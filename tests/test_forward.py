@@ -22,6 +22,7 @@ from conftest import (
 
 import flash
 from flash_ladder import plan
+from flash_ladder.grid import LARGE
 
 BY_NAME = {s.name: s for s in flash.stages("fwd")}
 STAGES = list(BY_NAME)
@@ -71,7 +72,8 @@ def test_grid(stage, case, device):
 
 
 LARGE_CALLS = [(s.name, case, *tiles.values()) for s in flash.stages("fwd") for case in GRID
-               for rows in (1 << 15, 1 << 20) for tiles in [s.default_tiles(case[5], rows, bool(case[6]))]
+               for rows, keys in LARGE
+               for tiles in [s.default_tiles(case[5], rows, bool(case[6]), keys=keys)]
                if tiles != s.default_tiles(case[5], 1, bool(case[6]))]
 
 

@@ -9,6 +9,7 @@ import torch
 
 import flash
 from flash_ladder import loader
+from flash_ladder.grid import LARGE
 
 try:
     NVCC, WHY_NOT = flash.find_nvcc(), ""
@@ -81,8 +82,8 @@ def test_compiles_without_spills(stage, deterministic, architecture, tmp_path):
         if not stage.default:
             chosen = [stage.default_tiles(d, causal=causal)]
         elif stage.fits(d, SHARED_MEMORY[architecture]):
-            chosen = [stage.tiles(d, SHARED_MEMORY[architecture], 1 << n, causal, packed=packed)
-                      for n in (0, 15, 20) for packed in (1, 64)]
+            chosen = [stage.tiles(d, SHARED_MEMORY[architecture], rows, causal, packed=packed, keys=keys)
+                      for rows, keys in ((1, 1), *LARGE) for packed in (1, 64)]
         else:
             assert d > 64
             continue

@@ -132,7 +132,8 @@ def sweep(args: argparse.Namespace) -> int:
     stage, shared_memory = args.stages[0], flash.shared_memory_per_block(args.device)
     data = new_data(args) | {"stage": stage.name, "d": args.head_dim}
     rows = args.batch * args.H * args.seqlens[0]
-    data["default"] = stage.tiles(args.head_dim, shared_memory, rows, args.causal)
+    data["default"] = stage.tiles(args.head_dim, shared_memory, rows, args.causal,
+                                 keys=args.seqlens[0])
     choices = []
     for Br, Bc in itertools.product(TILE_SIZES, repeat=2):
         with contextlib.suppress(ValueError):

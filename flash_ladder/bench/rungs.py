@@ -58,7 +58,7 @@ def libraries(args: argparse.Namespace, checked: bool = False) -> Iterator[tuple
               for stage in args.stages if args.direction != "fwd"}
     for stage in (*args.stages, *before):
         sizes = [stage.tiles(d, flash.shared_memory_per_block(args.device),
-                             args.batch * args.H * args.seqlens[0], args.causal)]
+                             args.batch * args.H * args.seqlens[0], args.causal, keys=args.seqlens[0])]
         if args.device.type == "cuda":  # a call there builds them all
             sizes = ahead.variants(stage, d, args.device, args.causal)
         for tiles in sizes:
