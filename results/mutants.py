@@ -9,8 +9,10 @@
 
 A mutant is one change in the device code of a stage, or of a file of stages/common that stages include:
 
-    a barrier, a fence, a wait (for copies, products or an mbarrier), a commit or an arrival: removed; a
-        statement later; a statement earlier; a wait for groups: for one less
+    a barrier, a fence, a wait (for copies, products, an mbarrier, a buffer or a turn), a commit or an arrival:
+        removed; a statement later; a statement earlier; a wait for groups: for one less
+    the same with another step, parity, number or count: of the step before or after; of 16 bytes, an arrival
+        or a warp more or less
     a bound (<, <=, >, >=, min): larger by one; smaller by one
 
 All mutants of a stage are compiled at once: each is a place where the code asks for the number of the mutant
@@ -57,6 +59,13 @@ SHAPES = [
     (1, 1, 1, 130, 80, 72, 0, "tall", ""),
     (1, 1, 1, 64, 64, 64, None, "small", "large"),
 ]
+# For Hopper's stages, as well; the tiles are (Br, Bc). Three blocks take several tiles of Q each, one after the
+# other, and have two or three warpgroups of consumers: some see nothing of a tile's last keys, or all of them.
+MORE_SHAPES = [
+    (1, 3, 1, 200, 150, 72, -50, (128, 32), ""),
+    (1, 3, 1, 140, 60, 136, None, (128, 16), ""),
+    (1, 4, 2, 200, 64, 40, -20, (192, 16), ""),
+]
 # "a large key": the last one's scores are so large, or so low, that e^score is infinite, or 0: a row's own
 # maximum must prevent it. "large": all are, and each key is the maximum of some row. "low": all are so low
 # that a key past the end, of score 0, is far above them.
@@ -64,6 +73,11 @@ SCORES = {"": lambda q, k: None,
           "a large key": lambda q, k: k[:, :, -1].mul_(200),
           "large": lambda q, k: k.mul_(200),
           "low": lambda q, k: (q.add_(5), k.sub_(5))}
+
+
+def shapes_of(stage: flash.Stage) -> list[tuple]:
+    """SHAPES, and what a stage has beside them."""
+    return SHAPES + MORE_SHAPES * stage.needs.startswith("sm_90")
 
 
 def tiles_of(stage: flash.Stage, d: int) -> dict[str, dict[str, int]]:
@@ -113,13 +127,13 @@ class Call:
 
 
 def calls(stage: flash.Stage) -> list[Call]:
-    """Those of a stage in the shapes."""
+    """Those of a stage in its shapes."""
     import torch
 
     from flash_ladder.reference import random_gradients, random_qkv, reference
 
     made = []
-    for B, H, H_kv, N_q, N_k, d, diagonal, size, scores in SHAPES:
+    for B, H, H_kv, N_q, N_k, d, diagonal, size, scores in shapes_of(stage):
         torch.manual_seed(0)
         dtype = stage.dtypes[0]
         q, k, v = random_qkv(B, H, H_kv, N_q, N_k, d, "cpu", dtype)
@@ -130,7 +144,8 @@ def calls(stage: flash.Stage) -> list[Call]:
             do, dlse = random_gradients(q)
             dlse[lse == -torch.inf] = -torch.inf
             tensors |= {"O": o.to(dtype), "dO": do, "L": lse.float(), "dL": dlse}
-        made.append(Call(stage, tensors, diagonal, tiles_of(stage, d)[size]))
+        tiles = tiles_of(stage, d)[size] if isinstance(size, str) else dict(zip(("Br", "Bc"), size))
+        made.append(Call(stage, tensors, diagonal, tiles))
     return made
 
 
@@ -252,13 +267,16 @@ def reasons(file: Path) -> dict[str, str]:
 
 
 # ------------------------------------------------------------------------------------------ the table
-BARRIER = "(__sync|__threadfence|named_barrier|fence_|wgmma_fence)"
-WAIT = "(cp_async|bulk|mbarrier|wgmma_commit|wgmma_wait)"      # or a commit, or an arrival
+BARRIER = "(__sync|__threadfence|named_barrier|cluster|fence_|wgmma_fence)"
+# Or a commit, or an arrival
+WAIT = "(cp_async|bulk|mbarrier|wgmma_commit|wgmma_wait|wait|fill|release|pass|end)"
 KINDS = {"a barrier or fence removed": f"{BARRIER}.* removed",
          "a barrier or fence moved": f"{BARRIER}.* a statement .*",
          "a wait or commit removed": f"{WAIT}.* removed",
          "a wait or commit moved": f"{WAIT}.* a statement .*",
-         "a wait for one group less": f"{WAIT}.* less", "a bound larger by one": r".* \+ 1",
+         "a wait for one group less": f"{WAIT}.* group less",
+         "another step, parity, number or count": r"\w+ of (a|an|the|16) .*",
+         "a bound larger by one": r".* \+ 1",
          "a bound smaller by one": ".* - 1"}
 
 
@@ -280,7 +298,8 @@ def table(data: dict) -> str:
         numbers = len(rows), equal, len(rows) - equal - left - alone, alone, left
         lines.append(f"| {kind} | {' | '.join(map(str, numbers))} |")
     tried = f"Of {len(data['stages'])} of {len(flash.stages())} stages"
-    how = f"in {len(SHAPES)} calls each: ragged, with grouped heads, with masks"
+    how = (f"in {len(SHAPES)} calls each (Hopper's {len(SHAPES + MORE_SHAPES)}): ragged, with grouped heads, "
+           "with masks")
     return "\n".join([*lines, "", f"{tried}, {how}. By `python results/mutants.py`, {data['date']}."])
 
 

@@ -21,10 +21,24 @@ COMMON = flash.STAGES / "common"
 NUMBER = "FLASH_MUTANT"                          # in the environment
 
 SYNC = re.compile(
-    r"\b(__syncthreads|__syncwarp|__threadfence|named_barrier_(?:sync|arrive)|"
-    r"(?:cp_async|bulk|wgmma)_commit|(?:cp_async_wait|bulk_wait|bulk_wait_read|wgmma_wait)\s*<([^<>;]*)>|"
-    r"mbarrier_(?:wait|arrive|arrive_expect)|fence_mbarrier_init|fence_proxy_async|wgmma_fence)"
-    r"\s*\((?:[^()]|\((?:[^()]|\([^()]*\))*\))*\)\s*;")       # brackets within brackets, twice
+    r"(?<![\w.])(?:return\s+)?((?:__syncthreads|__syncwarp|__threadfence|named_barrier_(?:sync|arrive)|"
+    r"(?:cp_async|bulk|wgmma)_commit|(?:cp_async_wait|bulk_wait|bulk_wait_read|wgmma_wait)\s*<(?P<left>[^<>;]*)>|"
+    r"mbarrier_(?:init|wait|arrive|arrive_expect|arrive_in_block)|cluster_(?:sync|arrive|wait)|"
+    r"fence_mbarrier_init|fence_proxy_async|wgmma_fence|wait_for_previous_kernel)|"
+    r"(?:\w+\.)?(?:wait_until_(?:full|empty)|fill|release|pass|wait|end|end_all))"      # ring.cuh, turns.cuh
+    r"\s*\((?P<arguments>(?:[^()]|\((?:[^()]|\([^()]*\))*\))*)\)\s*;")    # brackets within brackets, twice
+# What is changed in some of their arguments: which one, to what, and how that is called
+STEPS = ("{} + 1", "of the step after"), ("{} - 1", "of the step before")
+OTHERS = {
+    "mbarrier_init": [(1, "{} + 1", "of an arrival more"), (1, "{} - 1", "of an arrival less")],
+    "mbarrier_arrive_expect": [(1, "{} + 16", "of 16 bytes more"), (1, "{} - 16", "of 16 bytes less")],
+    "mbarrier_wait": [(1, "({}) ^ 1", "of the other parity")],
+    **{name: [(0, "{} + 1", "of the number after"), (1, "{} + 32", "of a warp more"),
+              (1, "{} - 32", "of a warp less")] for name in ("named_barrier_sync", "named_barrier_arrive")},
+    **{name: [(0, *step) for step in STEPS]
+       for name in ("wait_until_full", "wait_until_empty", "release", "pass")},
+    "fill": [(1, *step) for step in STEPS],
+}
 BOUND = re.compile(r"(?<=[^\s<>=!-] )(<=?|>=?)(?= [^\s<>=])|\bmin\((?=[^)])")
 FIXED = re.compile(r"^\s*#|\bconstexpr\b|\bstatic_assert\b|\btemplate\b|__launch_bounds__|"
                    r"\w<\(|\w<[^;()]* [<>]=? [^;()]*>\(")   # lines
@@ -125,6 +139,17 @@ def declares(statement: str, use: str) -> bool:
     return not set(declared).isdisjoint(used)
 
 
+def arguments(text: str) -> list[str]:
+    """Those of a call, from what is between its brackets."""
+    found, start, depth = [], 0, 0
+    for position, letter in enumerate(text):
+        depth += (letter in "([{") - (letter in ")]}")
+        if letter == "," and depth == 0:
+            found.append(text[start:position].strip())
+            start = position + 1
+    return [*found, text[start:].strip()]
+
+
 @dataclass
 class Source:
     """A file and its mutants, numbered from `first` on."""
@@ -157,22 +182,31 @@ class Source:
 
     def _add_sync(self, code: str, sync: re.Match) -> None:
         start, end = sync.span()
+        if not re.search(r"[{};)]\s*$|\belse\s+$", code[max(0, start - 200):start]):
+            return                                            # a part of an expression
         before, after = neighbours(code, start)
-        number = self._new(start, f"{sync[1]} removed")
+        returns, call = sync[0].startswith("return"), sync[0][sync.start(1) - start:]
+        what = sync[1].rpartition(".")[2]
+        number = self._new(start, f"{what} removed")
         gone = [number]
-        if after is not None:
-            gone.append(self._new(start, f"{sync[1]} a statement later"))
-            self.edits.append((after, after, f" if (MUTANT({gone[-1]})) {sync[0]}"))
-        if before is not None and not declares(code[before:start], sync[0]):
-            gone.append(self._new(start, f"{sync[1]} a statement earlier"))
-            self.edits.append((before, before, f"if (MUTANT({gone[-1]})) {sync[0]} "))
-        weaker = ""
-        if sync[2]:
-            gone.append(self._new(start, f"{sync[1]} for one group less"))
-            name = sync[1].split("<")[0]
-            weaker = f" else if (MUTANT({gone[-1]})) {name}<{sync[2]} + 1>();"
+        if after is not None and not returns and not code.startswith("return", next_code(code, end)):
+            gone.append(self._new(start, f"{what} a statement later"))
+            self.edits.append((after, after, f" if (MUTANT({gone[-1]})) {call}"))
+        if before is not None and not declares(code[before:start], call):
+            gone.append(self._new(start, f"{what} a statement earlier"))
+            self.edits.append((before, before, f"if (MUTANT({gone[-1]})) {call} "))
+        instead = ""
+        if sync["left"]:
+            gone.append(self._new(start, f"{what} for one group less"))
+            name = what.split("<")[0]
+            instead = f" else if (MUTANT({gone[-1]})) {name}<{sync['left']} + 1>();"
+        for place, changed, by in OTHERS.get(what, ()):
+            gone.append(self._new(start, f"{what} {by}"))
+            given = arguments(sync["arguments"])
+            given[place] = changed.format(given[place])
+            instead += f" else if (MUTANT({gone[-1]})) {sync[1]}({', '.join(given)});"
         none = " && ".join(f"!MUTANT({n})" for n in gone)
-        self.edits.append((start, end, f"{{ if ({none}) {sync[0]}{weaker} }}"))
+        self.edits.append((start, end, f"{{ if ({none}) {call}{instead}{' return;' * returns} }}"))
 
     def _add_bound(self, bound: re.Match) -> None:
         line = bisect.bisect_right(self._lines, bound.start())
