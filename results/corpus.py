@@ -11,6 +11,8 @@ others follow in brackets, they have those. <<<4, 64, cluster 2>>>: by InCluster
 
 import argparse
 import ctypes
+import functools
+import hashlib
 import json
 import os
 import re
@@ -24,8 +26,11 @@ sys.path[:0] = [str(ROOT), str(ROOT / "results")]
 
 from compute_sanitizer import TOOLS, says_so  # noqa: E402
 
+from flash_ladder.simulator.scan import blank  # noqa: E402
+
 FOLDER = ROOT / "tests" / "corpus"
-HEAD = re.compile(r"^//! ([\w ]+?) <<<(.*)>>>(?: (\(.*\)))?\n__global__ void (\w+)\(", re.M)
+HEAD = re.compile(r"^//! ([\w ]+?) <<<(.*)>>>(?: (\(.*\)))?\n"
+                  r"__global__ void (?:__launch_bounds__\(\d+\) )?(\w+)\(", re.M)
 CLUSTER = re.compile(r"(.*), cluster (\d+)")            # after the other numbers of a launch
 BUGGY = re.compile(r"^( *)(.*)\n *//! buggy:(.*)$", re.M)
 PLACES = ("bug", "twin")
@@ -102,6 +107,24 @@ def cases(topic: Path) -> list[Case]:
             for number, (head, end) in enumerate(zip(heads, ends))]
 
 
+@functools.cache
+def code_of(topic: Path, place: str) -> list[str]:
+    """The lines of a topic's bugs, or of their twins, without comments."""
+    return blank(program(topic, place)).splitlines()
+
+
+def fingerprint(case: Case) -> str:
+    """A hash of its bug, its twin and its launch, and of what stands before its topic's first kernel, without
+    comments and space."""
+    topic, (first, last) = FOLDER / f"{case.topic}.cu", case.lines
+    before_all = cases(topic)[0].lines[0] - 1
+    code = [case.launch, case.arguments]
+    for place in PLACES:
+        lines = code_of(topic, place)
+        code += " ".join([*lines[:before_all], *lines[first - 1:last - 1]]).split()
+    return hashlib.sha256(" ".join(code).encode()).hexdigest()[:16]
+
+
 def launch_of(case: Case) -> str:
     """A statement."""
     if cluster := CLUSTER.fullmatch(case.launch):
@@ -174,7 +197,7 @@ def check(topic: Path) -> list[dict]:
         for (case, place), kinds in found.items():
             report, _ = inspected(libraries[place], case)
             kinds |= {finding.what for finding in report.findings}
-    return [{"topic": case.topic, "name": case.name, "expected": case.expected,
+    return [{"topic": case.topic, "name": case.name, "code": fingerprint(case), "expected": case.expected,
              **{place: sorted(found[case, place]) for place in PLACES}} for case in cases(topic)]
 
 
@@ -185,10 +208,13 @@ def is_found(row: dict) -> bool:
 
 # ------------------------------------------------------------------------------------------ the table
 def table(ours: dict, gpu: dict | None) -> str:
-    """Found, missed and false by topic, as Markdown: of the checker; of compute-sanitizer, where it has run.
+    """Found, missed and false by topic, as Markdown: of the checker; of compute-sanitizer, where it has run on
+    the same code.
 
     ours, gpu: what this script and sanitizer.py have written."""
-    theirs = {(row["topic"], row["name"]): row for row in gpu["cases"]} if gpu else {}
+    code = {(row["topic"], row["name"]): row["code"] for row in ours["cases"]}
+    theirs = {key: row for row in (gpu["cases"] if gpu else ())
+              if row["code"] == code.get(key := (row["topic"], row["name"]))}
     header = ["topic", "bugs", "found", "missed", "false"]
     if gpu:
         header += ["run on a GPU", *(f"`{tool}`" for tool in TOOLS), "any of the four", "false by them"]
@@ -214,15 +240,15 @@ def table(ours: dict, gpu: dict | None) -> str:
                       and (it := theirs.get((row["topic"], row["name"]))) and says_so(it["bug"]))
         if only:
             said.append(f"Found by compute-sanitizer alone: {', '.join(f'`{name}`' for name in only)}.")
-        false = [f"`{row['name']}`" for row in gpu["cases"] if says_so(row["twin"])]
-        hangs = [f"`{row['name']}`" for row in gpu["cases"]
+        false = [f"`{row['name']}`" for row in theirs.values() if says_so(row["twin"])]
+        hangs = [f"`{row['name']}`" for row in theirs.values()
                  if all(answer["verdict"] == "hang" for answer in row["bug"].values())]
         said.append(f"compute-sanitizer {gpu['compute-sanitizer']}, nvcc {gpu['flags']}: {gpu['device']}, "
                     f"{gpu['date']}, by `python results/sanitizer.py`; its warnings count as found.")
         said += [f"False there: {', '.join(false)}."] * bool(false)
         said += [f"Not done within {gpu['limit_s']:.0f} s under any tool: {', '.join(hangs)}."] * bool(hangs)
         if missing := len(ours["cases"]) - len(theirs):
-            said.append(f"{missing} newer cases have not run there.")
+            said.append(f"{missing} cases are newer, or have changed since, and have not run there.")
     return "\n".join([*lines, "", " ".join(said)])
 
 

@@ -1,7 +1,7 @@
 """What NVIDIA's compute-sanitizer finds on a GPU; needs nvcc and compute-sanitizer.
 
     python results/sanitizer.py results/h200                  # in the corpus of tests/corpus: corpus.json
-    python results/sanitizer.py results/h200 --rest           # only of that what had no time the last time
+    python results/sanitizer.py results/h200 --rest           # only of that what had no time, is new or changed
     python results/sanitizer.py results/h200 --mutants 150    # in so many mutants of the stages: mutants.json
 
 Each bug and each mutant is a process of its own under each of four tools (compute_sanitizer.py has their
@@ -51,9 +51,11 @@ def twins_of(runs: Runs, programs: Programs, tool: str, cases: list[Case]) -> di
 
 def sanitize_corpus(known: list[dict], runs: Runs, folder: Path, architecture: str,
                     pool: concurrent.futures.Executor) -> dict:
-    """Run all of it but the known rows of the JSON file: for the JSON file."""
-    rows = {(row["topic"], row["name"]): row for row in known}
+    """Run all of it but the known rows of the JSON file, whose cases are as they were: for the JSON file."""
     everything = [case for topic in corpus.topics() for case in corpus.cases(topic)]
+    code = {(case.topic, case.name): corpus.fingerprint(case) for case in everything}
+    rows = {key: row for row in known
+            if row["code"] == code.get(key := (row["topic"], row["name"]))}
     asked = [case for case in everything if (case.topic, case.name) not in rows]
     by_topic = {topic: cases for topic in corpus.topics()
                 if (cases := [case for case in asked if case.topic == topic.stem])}
@@ -69,7 +71,7 @@ def sanitize_corpus(known: list[dict], runs: Runs, folder: Path, architecture: s
     bugs = {(tool, case): pool.submit(one, runs, programs, tool, "bug", case)
             for case in asked for tool in TOOLS}
     for case in asked:
-        row = {"topic": case.topic, "name": case.name,
+        row = {"topic": case.topic, "name": case.name, "code": corpus.fingerprint(case),
                "bug": {tool: bugs[tool, case].result() for tool in TOOLS},
                "twin": {tool: twins[tool, case.topic].result()[case.name] for tool in TOOLS}}
         rows[case.topic, case.name] = row
@@ -85,7 +87,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("folder", type=Path)
     parser.add_argument("--mutants", type=int, metavar="N", help="run so many mutants, and not the corpus")
-    parser.add_argument("--rest", action="store_true", help="only the cases that FOLDER's file lacks")
+    parser.add_argument("--rest", action="store_true", help="only cases that FOLDER's file lacks or has of other code")
     parser.add_argument("--limit", type=float, help="seconds for one run: 30, or 60 of a mutant")
     parser.add_argument("--most", type=float, default=400, help="seconds after which no run is begun")
     args = parser.parse_args()

@@ -158,12 +158,14 @@ def test_the_command(options, name, limit, monkeypatch, tmp_path):
     assert made.get("cases") == "90a" if "corpus" in name else made["mutants"] == made["asked"] == 40
 
 
-def test_the_rest_is_what_had_no_time(monkeypatch, tmp_path):
-    """Rows in which something has not run are asked for again; the others stay."""
-    clean = {"verdict": "clean", "message": ""}
-    case, other, *_ = corpus.cases(corpus.topics()[0])
-    rows = [{"topic": it.topic, "name": it.name, "bug": {"memcheck": bug}, "twin": {"memcheck": clean}}
-            for it, bug in ((case, clean), (other, {"verdict": "not run", "message": ""}))]
+def test_the_rest_is_what_had_no_time_or_has_changed(monkeypatch, tmp_path):
+    """Rows in which something has not run, or other code has, are asked for again; the others stay."""
+    clean, not_run = ({"verdict": verdict, "message": ""} for verdict in ("clean", "not run"))
+    case, other, changed, *_ = corpus.cases(corpus.topics()[0])
+    rows = [{"topic": it.topic, "name": it.name, "code": code, "bug": {"memcheck": bug},
+             "twin": {"memcheck": clean}}
+            for it, code, bug in ((case, corpus.fingerprint(case), clean),
+                                  (other, corpus.fingerprint(other), not_run), (changed, "another", clean))]
     (tmp_path / "corpus.json").write_text(json.dumps({"cases": rows}))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
@@ -171,17 +173,18 @@ def test_the_rest_is_what_had_no_time(monkeypatch, tmp_path):
     monkeypatch.setattr(flash, "describe_device", lambda device: "a GPU")
     monkeypatch.setattr(sanitizer, "find_sanitizer", lambda: "true")
     monkeypatch.setattr(corpus, "topics", lambda: [Path(f"{case.topic}.cu")])
-    monkeypatch.setattr(corpus, "cases", lambda topic: [case, other])
+    monkeypatch.setattr(corpus, "cases", lambda topic: [case, other, changed])
     monkeypatch.setattr(sanitizer, "build", lambda topic, place, *rest: topic)
     asked = []
     monkeypatch.setattr(sanitizer, "one", lambda runs, programs, tool, place, *cases: (
         asked.append((place, *(it.name for it in cases))), clean)[1])
     monkeypatch.setattr(sys, "argv", ["sanitizer.py", str(tmp_path), "--rest"])
     sanitizer.main()
-    assert set(asked) == {("twin", other.name), ("bug", other.name)}
+    assert set(asked) == {("twin", other.name, changed.name), ("bug", other.name), ("bug", changed.name)}
     made = json.loads((tmp_path / "corpus.json").read_text())["cases"]
     assert made[0] == rows[0]
-    assert made[1]["bug"] == {tool: clean for tool in compute_sanitizer.TOOLS}
+    assert all(it["bug"] == {tool: clean for tool in compute_sanitizer.TOOLS} for it in made[1:])
+    assert made[2]["code"] == corpus.fingerprint(changed)
 
 
 @pytest.mark.skipif(NVCC is None, reason=WHY_NOT)

@@ -16,12 +16,17 @@ argument or by an operator of a class. So indices are compared with the array's 
 
     f(S_reg[n], 0.f);             ->  f(S_reg[SIM_INDEX(S_reg, n)], 0.f);
 
+So are those in a part of dynamic shared memory, whose length declarations say (parts.py):
+
+    sum += K_smem[n];             ->  sum += K_smem[SIM_INDEX_OF_PART(K_smem, V_smem, n)];
+
 Each has its place in include/sim/device.h. Where an edit may be wrong there is none: then a mistake may pass.
 """
 
 import re
 from collections.abc import Iterator
 
+from .parts import Parts
 from .scan import ALIGNMENT, Brackets, innermost_block, without_gpu_only_code
 
 Edit = tuple[int, int, str]   # start, end, what stands there instead
@@ -149,6 +154,7 @@ def subscripts(source: str, code: str) -> Iterator[Edit]:
     brackets = Brackets(code)
     asserted = [_span(brackets, found.end() - 1) for found in _ASSERT.finditer(code)]
     in_function: dict[int, bool] = {}
+    parts = Parts(code, brackets)
     for found in _SUBSCRIPTED.finditer(code):
         start, opening = found.start(), found.end() - 1
         block = brackets.block(start)
@@ -173,7 +179,9 @@ def subscripts(source: str, code: str) -> Iterator[Edit]:
             if "//" in base or "/*" in base or '"' in base:
                 continue
             base = f"({base})" if "," in base else base
-            yield opening + 1, opening + 1, f"SIM_INDEX({base}, "
+            next_part = parts.end(base, opening)
+            macro = f"SIM_INDEX_OF_PART({base}, {next_part}, " if next_part else f"SIM_INDEX({base}, "
+            yield opening + 1, opening + 1, macro
             yield closing, closing, ")"
 
 

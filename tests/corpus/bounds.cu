@@ -91,6 +91,48 @@ __global__ void dynamic_into_the_next_part(const float* x, float* out, unsigned*
   out[threadIdx.x] = sum;
 }
 
+// K has two buffers.
+//! out of bounds <<<1, 32, 384>>>
+__global__ void dynamic_third_of_two_buffers(const float* x, float* out, unsigned* count) {
+  extern __shared__ float smem[];
+  float* K_smem = smem;
+  float* V_smem = K_smem + 64;
+  V_smem[threadIdx.x] = 0.f;
+  for (int i = 0; i < 4; i++) {
+    K_smem[i % 2 * 32 + threadIdx.x] = x[threadIdx.x];
+    //! buggy: K_smem[i % 3 * 32 + threadIdx.x] = x[threadIdx.x];
+  }
+  out[threadIdx.x] = V_smem[threadIdx.x];
+}
+
+//! out of bounds <<<1, 32, 256>>>
+__global__ void dynamic_into_the_part_before(const float* x, float* out, unsigned* count) {
+  extern __shared__ float smem[];
+  float* L_smem = smem;
+  float* D_smem = L_smem + 32;
+  float* x_smem = D_smem + 32;
+  L_smem[threadIdx.x] = D_smem[threadIdx.x] = x[threadIdx.x];
+  __syncthreads();
+  out[threadIdx.x] = threadIdx.x > 0 ? D_smem[threadIdx.x - 1] : 0.f;
+  //! buggy: out[threadIdx.x] = D_smem[int(threadIdx.x) - 1];
+  if (out[threadIdx.x] == 9.f) *x_smem = 0.f;
+}
+
+// The parts are of two types.
+//! out of bounds <<<1, 32, 256>>>
+__global__ void dynamic_into_another_type(const float* x, float* out, unsigned* count) {
+  extern __shared__ float smem[];
+  short* K_smem = reinterpret_cast<short*>(smem);
+  float* L_smem = reinterpret_cast<float*>(K_smem + 64);
+  for (int k = threadIdx.x; k < 64; k += 32) K_smem[k] = short(x[k]);
+  L_smem[threadIdx.x] = x[threadIdx.x];
+  __syncthreads();
+  float sum = L_smem[threadIdx.x];
+  for (int k = threadIdx.x; k < 64; k += 32) sum += K_smem[k];
+  //! buggy: for (int k = threadIdx.x; k < 96; k += 32) sum += K_smem[k];
+  out[threadIdx.x] = sum;
+}
+
 //! out of bounds <<<32, 32>>>
 __global__ void global_write_past_the_end(const float* x, float* out, unsigned* count) {
   const int i = blockIdx.x * 32 + threadIdx.x;

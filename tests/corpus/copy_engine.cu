@@ -343,6 +343,30 @@ __global__ void given_back_by_one_lane(const __grid_constant__ CUtensorMap x, fl
   }
 }
 
+// Nobody reads the second tile. But who gives it back must know that it has come.
+//! race or error or deadlock <<<1, 64>>> (map_of(x), out, count)
+__global__ void given_back_before_it_has_come(const __grid_constant__ CUtensorMap x, float* out,
+                                              unsigned* count) {
+  __shared__ __align__(1024) float tile[rows * cols];
+  __shared__ uint64_t full;
+  __shared__ uint64_t empty;
+  const int t = threadIdx.x;
+  if (t == 0) mbarrier_init(&empty, 32);
+  start(&full);
+  for (int i = 0; i < 3; i++) {
+    if (t == 32) {
+      mbarrier_wait(&empty, (i + 1) % 2);
+      mbarrier_arrive_expect(&full, box_bytes);
+      tma_load(tile, x, &full, 0, 8 * (i % 2), 0, 0);
+    }
+    if (t >= 32) continue;
+    mbarrier_wait(&full, i % 2);
+    //! buggy: if (i != 1) mbarrier_wait(&full, i % 2);
+    if (i != 1) out[32 * i + t] = tile[t];
+    mbarrier_arrive(&empty);
+  }
+}
+
 //! race or error or deadlock <<<1, 64>>> (map_of(x), out, count)
 __global__ void producer_that_does_not_wait(const __grid_constant__ CUtensorMap x, float* out,
                                             unsigned* count) {

@@ -524,6 +524,51 @@ __global__ void barrier_for_too_many(const float* x, float* out, unsigned* count
   out[threadIdx.x] = tile[64 * half + 63 - t];
 }
 
+// It opens for the first half, when the second one has not come.
+//! race <<<1, 128>>>
+__global__ void barrier_for_too_few(const float* x, float* out, unsigned* count) {
+  __shared__ float tile[128];
+  tile[threadIdx.x] = x[threadIdx.x];
+  named_barrier_sync(1, 128);
+  //! buggy: named_barrier_sync(1, 64);
+  out[threadIdx.x] = tile[127 - threadIdx.x];
+}
+
+// Warps 0 and 1 do not wait until the others have taken what they announced before.
+//! error <<<1, 128>>>
+__global__ void second_arrival_in_a_phase(const float* x, float* out, unsigned* count) {
+  __shared__ float tile[2][64];
+  for (int i = 0; i < 2; i++) {
+    if (threadIdx.x < 64) {
+      tile[i][threadIdx.x] = x[64 * i + threadIdx.x];
+      named_barrier_arrive(1, 128);
+      named_barrier_sync(2, 128);
+      //! buggy: named_barrier_arrive(2, 128);
+    } else {
+      named_barrier_sync(1, 128);
+      out[64 * i + threadIdx.x - 64] = tile[i][127 - threadIdx.x];
+      named_barrier_arrive(2, 128);
+      //! buggy: named_barrier_sync(2, 128);
+    }
+  }
+}
+
+// Two halves take turns. The first one gives the other a turn that it does not take.
+//! error <<<1, 128>>>
+__global__ void a_turn_that_nobody_takes(const float* x, float* out, unsigned* count) {
+  __shared__ float sum[1];
+  const int half = threadIdx.x / 64;
+  if (half == 1) named_barrier_arrive(1, 128);
+  for (int i = 0; i < 2; i++) {
+    named_barrier_sync(1 + half, 128);
+    if (threadIdx.x % 64 == 0) sum[0] = half + i == 0 ? x[0] : sum[0] + x[half + i];
+    named_barrier_arrive(2 - half, 128);
+  }
+  if (half == 0) named_barrier_sync(1, 128);
+  //! buggy:
+  if (threadIdx.x == 0) out[0] = x[0];
+}
+
 //! deadlock <<<1, 128>>>
 __global__ void barrier_of_another_number(const float* x, float* out, unsigned* count) {
   __shared__ float tile[64];
@@ -563,7 +608,7 @@ __global__ void the_blocks_own_barrier(const float* x, float* out, unsigned* cou
 // --------------------------------------------------------------------------------------------- registers
 // The producer keeps what the consumers ask for.
 //! deadlock <<<1, 384>>>
-__global__ void registers_that_nobody_gives(const float* x, float* out, unsigned* count) {
+__global__ void __launch_bounds__(384) registers_that_nobody_gives(const float* x, float* out, unsigned* count) {
   if (threadIdx.x < 128) {
     setmaxnreg_dec<24>();
     //! buggy: setmaxnreg_dec<160>();
@@ -574,7 +619,7 @@ __global__ void registers_that_nobody_gives(const float* x, float* out, unsigned
 }
 
 //! deadlock <<<1, 384>>>
-__global__ void registers_of_one_thread(const float* x, float* out, unsigned* count) {
+__global__ void __launch_bounds__(384) registers_of_one_thread(const float* x, float* out, unsigned* count) {
   if (threadIdx.x < 128) {
     setmaxnreg_dec<24>();
     //! buggy: if (threadIdx.x == 0) setmaxnreg_dec<24>();

@@ -175,6 +175,7 @@ void found_about(const char* what, int access, int array, int64_t offset, size_t
 void found_race(int access, int array, int64_t offset, size_t bytes, unsigned thread, uint32_t block,
                 int other);
 [[noreturn]] void index_outside(Site site, int64_t index, const std::string& name, const std::string& type);
+void index_outside_of_part(Site site, int64_t index, const std::string& part, const std::string& next);
 void unwritten_read(Site site, const std::string& name);
 void mistake_found(const std::string& message, Site site);
 void error_found(const Worker& w);

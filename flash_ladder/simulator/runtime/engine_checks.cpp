@@ -309,6 +309,19 @@ void check_engines_at_end(Worker& w) {
                   "come to " + shared_element(w, int64_t(m.offset)), m.site);
     w.current = nullptr;
   }
+  // The PTX ISA does not say what becomes of them. Who arrives once too often, or waits once too little, has
+  // miscounted.
+  for (int id = 1; id < NAMED_BARRIERS; id++) {
+    const NamedBarrier& b = e.named_barriers[id];
+    if (!b.arrived) continue;
+    size_t first = 0;
+    while (!b.by.test(first)) first++;
+    w.current = &w.fibers[first];
+    mistake_found("the kernel ends, and barrier " + std::to_string(id) + " is left with " +
+                  std::to_string(b.arrived) + " of " + std::to_string(b.threads) +
+                  " threads: nobody has waited for them", b.site);
+    w.current = nullptr;
+  }
 }
 
 }  // namespace sim

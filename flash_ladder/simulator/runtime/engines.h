@@ -8,6 +8,7 @@
 // A copy by the engine is made, late, when no thread of its block can go on, and a product at the wait for
 // it; early, both where they start; at random, any time between (FLASH_SIM_COPIES, as for cp.async).
 #pragma once
+#include <bitset>
 #include <functional>
 
 #include "../include/sim/hopper.h"
@@ -98,6 +99,8 @@ struct Warpgroup {
 
 struct NamedBarrier {
   int threads = 0, arrived = 0;
+  std::bitset<MOST_THREADS> by;   // who has arrived
+  Site site;                      // of the last arrival
   std::vector<Fiber*> waiting;
   std::shared_ptr<Past> released; // for the checker: what has been handed to it
 };

@@ -124,6 +124,15 @@ void index_outside(Site site, int64_t index, const std::string& name, const std:
   fail("access out of bounds, " + text, site);
 }
 
+// Of dynamic shared memory that the kernel has cut by hand: Y_smem = X_smem + n says that X_smem has n elements.
+void index_outside_of_part(Site site, int64_t index, const std::string& part, const std::string& next) {
+  const Worker& w = *worker;
+  const std::string text = part + "[" + std::to_string(index) + "], outside of the part of shared memory " +
+                           (index < 0 ? "that begins there" : "that ends where " + next + " begins");
+  found({"out of bounds", "", NO_ARRAY, "", index, 0,
+         {{w.current->thread_index, w.block_index, Kind::READ, 0, site}}, text, 0});
+}
+
 // A local variable that nothing has written is read; the thread goes on.
 void unwritten_read(Site site, const std::string& name) {
   const Worker& w = *worker;

@@ -35,6 +35,7 @@
 namespace sim {
 
 constexpr size_t KB = 1024;
+constexpr int MOST_THREADS = 1024;              // of a block
 constexpr size_t SHARED_MEMORY_PER_BLOCK = 227 * KB;   // as on an H100, after opting in
 constexpr size_t SHARED_MEMORY_DEFAULT = 48 * KB;      // without
 constexpr size_t ARENA_BYTES = 512 * KB;   // for it, and in checked builds for gaps between its arrays

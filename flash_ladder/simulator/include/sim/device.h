@@ -55,6 +55,7 @@ void sim_check_interrupt();
 void sim_poison_rounded();
 void sim_unwritten(const char* name, const char* file, int line);
 void sim_index_outside(int64_t index, const char* array, const char* type, const char* file, int line);
+void sim_index_outside_of_part(int64_t index, const char* part, const char* next, const char* file, int line);
 void sim_assert_failed(const char* condition, const char* file, int line);
 [[noreturn]] void sim_fail(const char* message, const char* file, int line);
 }
@@ -109,7 +110,8 @@ template <class T> constexpr void name_shared(const char* name, T* start) {
 // a finding it is 0, so the thread goes on.
 //
 // SIM_INDEX is the index of an element: g++ itself takes that of the element past the end where a reference
-// to it is made.
+// to it is made. SIM_INDEX_OF_PART is that of an element of dynamic shared memory: of the part that begins at
+// one pointer, and ends where the next one begins.
 namespace sim {
 constexpr uint32_t POISON = 0x7fedbeef;
 }
@@ -132,6 +134,16 @@ SIM_ALWAYS_INLINE constexpr Index&& index(Index&& i, const char* array, SIM_SITE
     if (size_t(i) >= std::extent<A>::value) sim_index_outside(i, array, typeid(A).name(), file, line);
   return static_cast<Index&&>(i);
 }
+
+template <class T, class Next, class Index>
+SIM_ALWAYS_INLINE Index&& index_of_part(T* part, Next* next, Index&& i, const char* name, const char* next_name,
+                                        SIM_SITE) {
+  const auto inside = (reinterpret_cast<const volatile char*>(next) -
+                       reinterpret_cast<const volatile char*>(part)) / int64_t(sizeof(T));
+  if (inside > 0 && (int64_t(i) < 0 || int64_t(i) >= inside))
+    sim_index_outside_of_part(i, name, next_name, file, line);
+  return static_cast<Index&&>(i);
+}
 }  // namespace sim
 #define SIM_POISON(variable) ::sim::poison(variable);
 #define SIM_UNWRITTEN(variable)                  \
@@ -143,6 +155,7 @@ SIM_ALWAYS_INLINE constexpr Index&& index(Index&& i, const char* array, SIM_SITE
   (void(variable##_is_written ||                                                                       \
         (::sim::sim_unwritten(#variable, __FILE__, __LINE__), SIM_WRITE(variable) = 0, true)), variable)
 #define SIM_INDEX(array, ...) ::sim::index<decltype((array))>((__VA_ARGS__), #array)
+#define SIM_INDEX_OF_PART(part, next, ...) ::sim::index_of_part(part, next, (__VA_ARGS__), #part, #next)
 #endif
 
 // -------------------------------------------------------------------------------- barriers, fences
