@@ -2,6 +2,7 @@
 // build; what a finding needs is known at that moment, and a store outside of all arrays can be prevented.
 #include "checker.h"
 #include "cluster.h"
+#include "engines.h"
 
 #include <algorithm>
 #include <cstring>
@@ -221,6 +222,7 @@ void barrier_reached(Worker& w, const std::vector<Fiber*>& all) {
   check_one_barrier(w, all, "");
   if (all.size() < w.fibers.size()) note_exits(w, *all.back());
   synchronise(all);
+  if (w.engines) steps_meet(all.data(), all.size());
 }
 
 void warp_synchronised(Worker& w, int warp, const WarpOperation& op) {

@@ -2,6 +2,7 @@
 // thread knows of the earlier access: by a barrier, by __syncwarp, or by an atomic between two fences.
 // Shuffles and votes move values of registers; they order no memory.
 #include "checker.h"
+#include "engines.h"
 
 #include <algorithm>
 
@@ -137,6 +138,7 @@ void order_by_atomic(Fiber& f, const void* address) {
   if (!shared) exchange(ALL_BLOCKS, f.released);
   const bool in_block = shared || f.released_in_block != f.released;
   exchange(worker->block, in_block ? f.released_in_block : nullptr);
+  if (worker->engines) exchange_steps(address, f);
 }
 
 void forget_atomics() { handed_on.clear(); }

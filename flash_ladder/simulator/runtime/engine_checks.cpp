@@ -138,15 +138,20 @@ void fence_mbarriers(Fiber& f) {
   for (auto& [offset, m] : worker->engines->mbarriers) m.is_visible |= m.initialised_by == &f;
 }
 
-void arrived(Mbarrier& m, Fiber& f) { hand_over(m.released, f); }
+void arrived(Mbarrier& m, Fiber& f) {
+  hand_over(m.released, f);
+  hand_over_steps(m.steps, f);
+}
 
 void phase_completed(Mbarrier& m) {
   auto complete = std::make_shared<Past>(*m.released);
   learn(*complete, m.agent, m.phase);
   m.complete = complete;
+  phase_over(m);
 }
 
-void waited(Mbarrier& m, Fiber& f) {
+void waited(Mbarrier& m, Fiber& f, Site site) {
+  phase_seen(m, f, site);
   if (m.complete) take_over(f, m.complete);
   m.waited = std::max(m.waited, m.phase);
 }
@@ -169,6 +174,7 @@ void load_started(BulkCopy& c) {
   });
   if (!c.is_again) from.count();
   to.count();
+  if (!c.known) hand_over_steps(m.steps, *c.fiber);
   m.last_load = c.phase + 1;
   m.last_load_by = c.fiber;
   m.last_load_pc = c.pc;

@@ -4,6 +4,7 @@
 //   tma.cpp         the copy engine, tensor_map.cpp: the maps that tell it of tensors
 //   wgmma.cpp       products of a warpgroup
 //   warpgroup.cpp   four warps together; setmaxnreg, named barriers
+//   engine_checks.cpp, phases.cpp: what the checker asks of them
 //
 // A copy by the engine is made, late, when no thread of its block can go on, and a product at the wait for
 // it; early, both where they start; at random, any time between (FLASH_SIM_COPIES, as for cp.async).
@@ -18,6 +19,13 @@ namespace sim {
 
 constexpr int WARPGROUP_SIZE = 128;
 constexpr int NAMED_BARRIERS = 16;
+
+// For the checker (phases.cpp): by warp, up to which of its steps all is over
+using Steps = std::vector<uint32_t>;
+struct Seen {                     // by a warp, that a phase is complete
+  uint32_t step = 0;              // of the warp; 0: it still waits
+  Site site;
+};
 
 struct Mbarrier {
   size_t offset = 0;              // in shared memory
@@ -39,6 +47,8 @@ struct Mbarrier {
   const Fiber* last_load_by = nullptr;
   const void* last_load_pc = nullptr;
   const char* last_load_to = nullptr;
+  Steps steps, steps_over;        // known by all arrivals, and by those of complete phases
+  std::map<int, Seen> seen;       // of the last complete phase, by warp
 };
 
 // What cuTensorMapEncodeTiled makes of its arguments. (NVIDIA's layout is not documented.)
@@ -103,6 +113,7 @@ struct NamedBarrier {
   Site site;                      // of the last arrival
   std::vector<Fiber*> waiting;
   std::shared_ptr<Past> released; // for the checker: what has been handed to it
+  Steps steps;                    // the same
 };
 
 struct Stores {                   // of one thread, for the checker
@@ -119,6 +130,8 @@ struct Engines {                  // of one block
   NamedBarrier named_barriers[NAMED_BARRIERS];
   int agents = 0;                                   // for the checker
   std::map<int, Stores> stores;                     // the same, by thread
+  std::vector<Steps> known;                         // the same: by warps
+  std::map<const void*, Steps> known_by_atomic;     // the same
 };
 Engines& engines_of(Worker& w);   // from their first use in a block on
 
@@ -144,7 +157,7 @@ void mbarrier_used(const Mbarrier& m, const void* pc);
 void fence_mbarriers(Fiber& f);
 void arrived(Mbarrier& m, Fiber& f);
 void phase_completed(Mbarrier& m);
-void waited(Mbarrier& m, Fiber& f);
+void waited(Mbarrier& m, Fiber& f, Site site);
 void load_started(BulkCopy& c);
 void load_came_late(const BulkCopy& c);
 void store_started(BulkCopy& c);
@@ -152,5 +165,13 @@ void stores_waited_for(Fiber& f, int groups_left, bool read_only);
 void fence_registers(Fiber& f);
 void product_started(Worker& w, Warpgroup& g, const Wgmma& p, const uint32_t* const* A_registers);
 void products_waited_for(Worker& w, const Warpgroup& g, int groups);
+
+// phases.cpp: in checked launches
+void hand_over_steps(Steps& to, const Fiber& f);
+void take_over_steps(const Fiber& f, const Steps& from);
+void steps_meet(Fiber* const* fibers, size_t count);
+void exchange_steps(const void* address, const Fiber& f);
+void phase_seen(Mbarrier& m, const Fiber& f, Site site);
+void phase_over(Mbarrier& m);
 
 }  // namespace sim

@@ -101,13 +101,14 @@ static Mbarrier& tested(const char* name, uint64_t* barrier, int parity, Site si
 
 static void wait(Mbarrier& m, int parity, const char* name, Site site) {
   Fiber& f = *worker->current;
+  f.site = site;
   while (!is_complete(m, parity)) {
     m.waiting.push_back(&f);
     f.waits_at = &m;
     f.parity = parity;
     wait_until_woken(State::AT_MBARRIER, name, site);
   }
-  if (worker->launch->checked) waited(m, f);
+  if (worker->launch->checked) waited(m, f, site);
 }
 
 extern "C" void sim_mbarrier_wait(uint64_t* barrier, int parity, const char* file, int line) {
@@ -125,7 +126,7 @@ extern "C" bool sim_mbarrier_test(uint64_t* barrier, int parity, const char* fil
   Mbarrier& m = tested(name, barrier, parity, site, __builtin_return_address(0));
   if (is_complete(m, parity)) {
     w.vain_tests = 0;
-    if (w.launch->checked) waited(m, *w.current);
+    if (w.launch->checked) waited(m, *w.current, site);
     return true;
   }
   if (w.vain_tests++ < MOST_VAIN_TESTS * (w.ready.size() + 1)) {

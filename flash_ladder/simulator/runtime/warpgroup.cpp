@@ -40,9 +40,14 @@ void warpgroup_together(const char* name, void* operands, Site site, void (*act)
   g.operands[self.number - first] = operands;
   if (++g.arrived < WARPGROUP_SIZE) return wait_until_woken(State::AT_WARPGROUP_OPERATION, name, site);
   if (act) act(w, g);
-  if (w.launch->checked)
-    for (size_t warp = first / WARP_SIZE; warp < (first + WARPGROUP_SIZE) / WARP_SIZE; warp++)
-      flush_requests(int(warp));
+  if (w.launch->checked) {
+    Fiber* firsts[WARPGROUP_SIZE / WARP_SIZE];
+    for (int i = 0; i < WARPGROUP_SIZE / WARP_SIZE; i++) {
+      firsts[i] = &w.fibers[first + size_t(i) * WARP_SIZE];
+      flush_requests(firsts[i]->number / WARP_SIZE);
+    }
+    steps_meet(firsts, WARPGROUP_SIZE / WARP_SIZE);
+  }
   g.arrived = 0;
   wake_all(w, &self);
 }
@@ -118,7 +123,10 @@ extern "C" void sim_named_barrier(const char* name, int id, int threads, bool wa
     wrong("this thread has come to barrier " + std::to_string(id) + " before, and the barrier still waits for " +
           std::to_string(b.threads - b.arrived) + " of " + std::to_string(b.threads) + " threads");
   b.by.set(w.current->number);
-  if (w.launch->checked) hand_over(b.released, *w.current);
+  if (w.launch->checked) {
+    hand_over(b.released, *w.current);
+    hand_over_steps(b.steps, *w.current);
+  }
   if (++b.arrived == threads) {
     b.arrived = 0;
     b.by.reset();
@@ -127,8 +135,11 @@ extern "C" void sim_named_barrier(const char* name, int id, int threads, bool wa
     for (Fiber* f : all) wake(f);
     if (!w.launch->checked) return;
     const std::shared_ptr<const Past> known = std::make_shared<Past>(*b.released);
-    if (waits) take_over(*w.current, known);
-    for (Fiber* f : all) take_over(*f, known);
+    if (waits) all.push_back(w.current);
+    for (Fiber* f : all) {
+      take_over(*f, known);
+      take_over_steps(*f, b.steps);
+    }
   } else if (waits) {
     b.waiting.push_back(w.current);
     w.current->waits_at = &b;
