@@ -208,8 +208,8 @@ def is_found(row: dict) -> bool:
 
 # ------------------------------------------------------------------------------------------ the table
 def table(ours: dict, gpu: dict | None) -> str:
-    """Found, missed and false by topic, as Markdown: of the checker; of compute-sanitizer, where it has run on
-    the same code.
+    """Found, missed and false by topic, as Markdown: of the checker; of compute-sanitizer, where it has run
+    on the same code.
 
     ours, gpu: what this script and sanitizer.py have written."""
     code = {(row["topic"], row["name"]): row["code"] for row in ours["cases"]}

@@ -3,13 +3,14 @@
     python results/mutants.py results/cpu                 # all; writes mutants.json there: some 30 minutes
     python results/mutants.py results/cpu --stages flash2 ampere_tuned   # these; what else it has stays
     python results/mutants.py results/cpu --new           # those that mutants.json does not have
+    python results/mutants.py results/cpu --again         # those not found there: when the checker has learnt
     python results/mutants.py --list                      # their names alone
     python results/mutants.py results/cpu --missed        # those in mutants.json that nothing has found
     python results/mutants.py results/cpu --stale         # the stages that have changed since
 
 A mutant is one change in the device code of a stage, or of a file of stages/common that stages include:
 
-    a barrier, a fence, a wait (for copies, products, an mbarrier, a buffer or a turn), a commit or an arrival:
+    a barrier, a fence, a wait (for copies, products, an mbarrier, a buffer, a turn), a commit, an arrival:
         removed; a statement later; a statement earlier; a wait for groups: for one less
     the same with another step, parity, number or count: of the step before or after; of 16 bytes, an arrival
         or a warp more or less
@@ -59,8 +60,8 @@ SHAPES = [
     (1, 1, 1, 130, 80, 72, 0, "tall", ""),
     (1, 1, 1, 64, 64, 64, None, "small", "large"),
 ]
-# For Hopper's stages, as well; the tiles are (Br, Bc). Three blocks take several tiles of Q each, one after the
-# other, and have two or three warpgroups of consumers: some see nothing of a tile's last keys, or all of them.
+# For Hopper's stages, as well; the tiles are (Br, Bc). Three blocks take several tiles of Q each, one after
+# the other, and have two or three warpgroups of consumers. Some of these see nothing of a tile's last keys.
 MORE_SHAPES = [
     (1, 3, 1, 200, 150, 72, -50, (128, 32), ""),
     (1, 3, 1, 140, 60, 136, None, (128, 16), ""),
@@ -211,11 +212,11 @@ def name_of(row: dict) -> str:
     return Mutant(**{field.name: row[field.name] for field in fields(Mutant)}).name
 
 
-def run(stages: list[flash.Stage], known: dict, out: Path, new: bool = False) -> None:
+def run(stages: list[flash.Stage], known: dict, out: Path, new: bool = False, again: bool = False) -> None:
     """Add the mutants of stages to the data of mutants.json: in which stages each was tried, and how the last
     one found it. One of stages/common that a stage has found is not tried in the next. Rows of mutants that
-    are gone are left out. new: only mutants without a row; the stages that they are of stay as stale as they
-    were.
+    are gone are left out. new: only mutants without a row; again: only those that were not found. Then the
+    stages that they are of stay as stale as they were.
     """
     present = dict.fromkeys(m.name for stage in flash.stages() for m in mutants(stage).values())
     rows = {name: row for row in known["mutants"] if (name := name_of(row)) in present}
@@ -223,7 +224,8 @@ def run(stages: list[flash.Stage], known: dict, out: Path, new: bool = False) ->
     for stage in stages:
         own = {number: m for number, m in mutants(stage).items()
                if (m.file == stage.path.name or not rows.get(m.name, {}).get("how"))
-               and not (new and m.name in before)}
+               and not (new and m.name in before)
+               and not (again and (m.name not in before or rows[m.name]["how"]))}
         if not own:
             continue
         for number, how in verdicts(stage, [0, *own]):
@@ -236,7 +238,7 @@ def run(stages: list[flash.Stage], known: dict, out: Path, new: bool = False) ->
         mine = [rows[m.name] for m in own.values()]
         print(f"{stage.path.name}: {len(mine)} mutants, {sum(not row['how'] for row in mine)} not found",
               flush=True)
-        if not new:
+        if not (new or again):
             known["stages"] = dict(sorted((known["stages"] | {stage.path.stem: fingerprint(stage)}).items()))
         known |= {"date": str(date.today()), "mutants": [rows[name] for name in present if name in rows]}
         out.write_text(as_json(known))
@@ -308,6 +310,7 @@ def main() -> None:
     parser.add_argument("folder", type=Path, nargs="?")
     parser.add_argument("--stages", nargs="+", metavar="NAME")
     parser.add_argument("--new", action="store_true")
+    parser.add_argument("--again", action="store_true")
     parser.add_argument("--list", action="store_true")
     parser.add_argument("--missed", action="store_true")
     parser.add_argument("--stale", action="store_true")
@@ -323,12 +326,12 @@ def main() -> None:
     if not args.folder or not args.folder.is_dir():
         parser.error(f"there is no folder {args.folder}")
     out = args.folder / "mutants.json"
-    keep = out.is_file() and (args.stages or args.new or args.missed or args.stale)
+    keep = out.is_file() and (args.stages or args.new or args.again or args.missed or args.stale)
     data = json.loads(out.read_text()) if keep else {"date": "", "stages": {}, "mutants": []}
     if args.missed or args.stale:
         print(*missed(data["mutants"]) if args.missed else stale(data), sep="\n")
     else:
-        run(chosen, data, out, args.new)
+        run(chosen, data, out, args.new, args.again)
     return None
 
 

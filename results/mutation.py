@@ -22,7 +22,8 @@ NUMBER = "FLASH_MUTANT"                          # in the environment
 
 SYNC = re.compile(
     r"(?<![\w.])(?:return\s+)?((?:__syncthreads|__syncwarp|__threadfence|named_barrier_(?:sync|arrive)|"
-    r"(?:cp_async|bulk|wgmma)_commit|(?:cp_async_wait|bulk_wait|bulk_wait_read|wgmma_wait)\s*<(?P<left>[^<>;]*)>|"
+    r"(?:cp_async|bulk|wgmma)_commit|"
+    r"(?:cp_async_wait|bulk_wait|bulk_wait_read|wgmma_wait)\s*<(?P<left>[^<>;]*)>|"
     r"mbarrier_(?:init|wait|arrive|arrive_expect|arrive_in_block)|cluster_(?:sync|arrive|wait)|"
     r"fence_mbarrier_init|fence_proxy_async|wgmma_fence|wait_for_previous_kernel)|"
     r"(?:\w+\.)?(?:wait_until_(?:full|empty)|fill|release|pass|wait|end|end_all))"      # ring.cuh, turns.cuh

@@ -1,7 +1,7 @@
 """What NVIDIA's compute-sanitizer finds on a GPU; needs nvcc and compute-sanitizer.
 
     python results/sanitizer.py results/h200                  # in the corpus of tests/corpus: corpus.json
-    python results/sanitizer.py results/h200 --rest           # only of that what had no time, is new or changed
+    python results/sanitizer.py results/h200 --rest           # of that what had no time, is new or changed
     python results/sanitizer.py results/h200 --mutants 150    # in so many mutants of the stages: mutants.json
 
 Each bug and each mutant is a process of its own under each of four tools (compute_sanitizer.py has their
@@ -87,7 +87,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("folder", type=Path)
     parser.add_argument("--mutants", type=int, metavar="N", help="run so many mutants, and not the corpus")
-    parser.add_argument("--rest", action="store_true", help="only cases that FOLDER's file lacks or has of other code")
+    parser.add_argument("--rest", action="store_true", help="only what FOLDER's file lacks, or has changed")
     parser.add_argument("--limit", type=float, help="seconds for one run: 30, or 60 of a mutant")
     parser.add_argument("--most", type=float, default=400, help="seconds after which no run is begun")
     args = parser.parse_args()

@@ -135,11 +135,11 @@ def test_the_table():
 
     gpu = {"date": "2030-01-03", "device": "a GPU", "compute-sanitizer": "1.2", "flags": "-O3",
            "limit_s": 7.0, "cases": [
-        {"topic": "two_words", "name": "a", "code": "1", "bug": answers(**dict.fromkeys(corpus.TOOLS, "hang")),
-         "twin": answers()},
-        {"topic": "two_words", "name": "b", "code": "1", "bug": answers(memcheck="failed", racecheck="warning"),
-         "twin": answers(initcheck="found")},
-        {"topic": "other", "name": "c", "code": "of before", "bug": answers(), "twin": answers(memcheck="found")}]}
+        {"topic": "two_words", "name": "a", "code": "1", "twin": answers(),
+         "bug": answers(**dict.fromkeys(corpus.TOOLS, "hang"))},
+        {"topic": "two_words", "name": "b", "code": "1", "twin": answers(initcheck="found"),
+         "bug": answers(memcheck="failed", racecheck="warning")},
+        {"topic": "other", "name": "c", "code": "0", "twin": answers(memcheck="found"), "bug": answers()}]}
     text = corpus.table(ours, gpu)
     assert text.splitlines()[2:5] == [
         "| two words | 2 | 1 | 1 | 1 | 2 | 0 | 1 | 0 | 0 | 1 | 1 |",

@@ -34,7 +34,6 @@ import mutants  # noqa: E402
 import mutation  # noqa: E402
 
 BY_NAME = {s.name: s for s in flash.stages("fwd")}
-# By TMA. Their mechanical mutants have not been run.
 BY_TMA = [name for name, stage in BY_NAME.items() if stage.needs.startswith("sm_90")]
 BACKWARD = {s.name: s for s in flash.stages("bwd")}
 STAGES = flash.stages()
@@ -461,9 +460,8 @@ SAMPLE = {"fwd_13_cp_async": 8, "bwd_11_cp_async": 16}      # every so many of a
 def test_the_mutants_are_those_of_the_stages():
     """results/cpu/mutants.json has a row for each mutant, and no other; else, and if a stage has changed in
     another way: python results/mutants.py results/cpu --stages NAME."""
-    run = [stage for stage in STAGES if stage.name not in BY_TMA or stage.direction == "bwd"]
-    assert set(ROWS) == {mutant.name for stage in run for mutant in mutants.mutants(stage).values()}
-    assert set(DATA["stages"]) == {stage.path.stem for stage in run}, "some of BY_TMA have been run"
+    assert set(ROWS) == {mutant.name for stage in STAGES for mutant in mutants.mutants(stage).values()}
+    assert set(DATA["stages"]) == {stage.path.stem for stage in STAGES}
     changed = DATA | {"stages": DATA["stages"] | {"fwd_01_naive": "another hash"}}
     assert set(mutants.stale(changed)) == {"fwd_01_naive", *mutants.stale(DATA)}
     if names := mutants.stale(DATA):
@@ -531,21 +529,35 @@ def test_mutants_of_hoppers_instructions(tmp_path):
     source = mutation.Source(file, 1, tmp_path)
     bounds = (" + 1", " - 1")
     assert [(m.line, m.change) for m in source.mutants if not m.change.endswith(bounds)] == [
-        (2, "mbarrier_arrive_expect removed"), (3, "mbarrier_wait removed"),
+        (2, "mbarrier_arrive_expect removed"), (2, "mbarrier_arrive_expect of 16 bytes more"),
+        (2, "mbarrier_arrive_expect of 16 bytes less"), (3, "mbarrier_wait removed"),
         (3, "mbarrier_wait a statement later"), (3, "mbarrier_wait a statement earlier"),
-        (4, "wgmma_fence removed"),
+        (3, "mbarrier_wait of the other parity"), (4, "wgmma_fence removed"),
         (4, "wgmma_fence a statement later"), (4, "wgmma_fence a statement earlier"),
         (6, "wgmma_commit removed"), (6, "wgmma_commit a statement later"),
         (6, "wgmma_commit a statement earlier"), (7, "wgmma_wait<1> removed"),
         (7, "wgmma_wait<1> a statement later"), (7, "wgmma_wait<1> a statement earlier"),
         (7, "wgmma_wait<1> for one group less"), (8, "mbarrier_arrive removed"),
         (9, "named_barrier_sync removed"), (9, "named_barrier_sync a statement later"),
-        (9, "named_barrier_sync a statement earlier"),
-        (11, "mbarrier_wait removed"), (12, "mbarrier_wait removed"),
-        (12, "mbarrier_wait a statement earlier")]
+        (9, "named_barrier_sync a statement earlier"), (9, "named_barrier_sync of the number after"),
+        (9, "named_barrier_sync of a warp more"), (9, "named_barrier_sync of a warp less"),
+        (11, "mbarrier_wait removed"), (11, "mbarrier_wait of the other parity"),
+        (12, "mbarrier_wait removed"), (12, "mbarrier_wait a statement earlier"),
+        (12, "mbarrier_wait of the other parity"),
+        (13, "wait_until_full removed"), (13, "wait_until_full a statement later"),
+        (13, "wait_until_full a statement earlier"), (13, "wait_until_full of the step after"),
+        (13, "wait_until_full of the step before"), (14, "end removed"), (14, "end a statement earlier"),
+        (15, "fill removed"), (15, "fill a statement earlier"), (15, "fill of the step after"),
+        (15, "fill of the step before")]
     for mutant in source.mutants:
         assert len([kind for kind in mutants.KINDS.values() if re.fullmatch(kind, mutant.change)]) == 1
-    assert "wgmma_wait<1 + 1>();" in source.mutated().splitlines()[6]
+    lines = source.mutated().splitlines()
+    assert "wgmma_wait<1 + 1>();" in lines[6]
+    assert "(full + t % 2, 2 * (t ? sizeof(float) * (t + 1) : 0) + 16);" in lines[1]
+    assert "mbarrier_wait(full + t % 2, ((t / 2 + 1) % 2) ^ 1);" in lines[2]
+    assert "named_barrier_sync(1 + 1, 128);" in lines[8] and "named_barrier_sync(1, 128 - 32);" in lines[8]
+    fill = "ring.fill(map, %s, tiles[t] * 8)"
+    assert lines[14].endswith(f"{fill % 't + 1 + 1'}; else if (MUTANT(40)) {fill % 't + 1 - 1'}; return; }}")
     assert not mutation.Source(flash.STAGES / "common" / "hopper.cuh", 1).mutants
 
 
@@ -562,8 +574,25 @@ __global__ void kernel(uint64_t* full, float (&D)[2][4], uint64_t A, int t) {
   const int s = t % 2, parity = t / 2 % 2;
   if (t > 0) { const int other = 1 - s; mbarrier_wait(full + other, parity); }
   if (t == 0) { const int other = 1 - s; mbarrier_wait(full + s, parity); }
+  ring.wait_until_full(t);
+  turns.end();
+  return ring.fill(map, t + 1, tiles[t] * 8);
 }
 """
+
+
+def test_what_synchronises_is_known():
+    """Each such function of stages/common is changed where it is called."""
+    common = flash.STAGES / "common"
+    files = ("ptx.cuh", "hopper.cuh", "cluster.cuh", "ring.cuh", "turns.cuh")
+    text = "".join((common / file).read_text() for file in files)
+    names = re.findall(r"__device__ (?:__forceinline__ )?void (\w+)\(", text)
+    others = re.compile(r"setmaxnreg|ldmatrix|stmatrix|mma_|zero_if_less|cp_async_16|tma_|bulk_add|"
+                        r"prefetch_map|start_next_kernel|init$")
+    for name in names:
+        if not others.match(name) or name == "mbarrier_init":
+            assert mutation.SYNC.search(f"{name}();") or mutation.SYNC.search(f"{name}<0>();"), name
+    assert {"mbarrier_wait", "cluster_sync", "wait_until_empty", "end_all", "cp_async_wait"} <= set(names)
 
 EXAMPLE = """\
 __global__ void kernel(float* tile, int n) {

@@ -5,7 +5,8 @@ Only declarations say how long they are:
     float* K_smem = smem;
     float* V_smem = K_smem + Bc * d;       K_smem ends where V_smem begins
 
-So it is for pointers X_smem that are never changed. A part from which no other one is declared has no end here.
+So it is for pointers X_smem that are never changed. A part from which no other one is declared has no end
+here.
 """
 
 import re
@@ -18,14 +19,15 @@ _NEXT = re.compile(
     r"(?P<next>\w+_smem)\s*=\s*(?:reinterpret_cast\s*<[^<>;]*>\s*\(\s*)?(?P<name>\w+_smem)\s*\+[^;{}?]*;")
 # What sets a pointer, or hands it on so that something else may; or declares the name once more
 _SET = r"(?<![\w.])%s\s*(?:[-+]?=(?!=)|\+\+|--)|(?:\+\+|--|[&*])\s*(?:const\s+|__restrict__\s+)*%s\s*[,;)=]"
-_CAPTURES_BY_NAME = re.compile(r"(?<![\w\])\s])\s*\[\s*(?:[&=]\s*,|&?\w+\s*[],])[^][;]*\]?\s*(?:\([^;]*?\)\s*)?\{")
+_CAPTURES_BY_NAME = re.compile(
+    r"(?<![\w\])\s])\s*\[\s*(?:[&=]\s*,|&?\w+\s*[],])[^][;]*\]?\s*(?:\([^;]*?\)\s*)?\{")
 
 
 class Parts:
     """Those of a file's text, without comments and lines of the preprocessor."""
 
     def __init__(self, code: str, brackets: Brackets):
-        self._ends: dict[str, list[tuple[int, int, str]]] = {}     # from where to where in the text: until what
+        self._ends: dict[str, list[tuple[int, int, str]]] = {}     # from where to where in the text, and what
         for pointer in _NEXT.finditer(code):
             braces = [brace for brace in open_braces(code, pointer.end()) if is_of_function(code, brace)]
             if not braces or brackets.end(braces[0]) < 0:

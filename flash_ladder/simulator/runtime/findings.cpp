@@ -124,7 +124,8 @@ void index_outside(Site site, int64_t index, const std::string& name, const std:
   fail("access out of bounds, " + text, site);
 }
 
-// Of dynamic shared memory that the kernel has cut by hand: Y_smem = X_smem + n says that X_smem has n elements.
+// Of dynamic shared memory that the kernel has cut by hand: Y_smem = X_smem + n says that X_smem has n
+// elements.
 void index_outside_of_part(Site site, int64_t index, const std::string& part, const std::string& next) {
   const Worker& w = *worker;
   const std::string text = part + "[" + std::to_string(index) + "], outside of the part of shared memory " +

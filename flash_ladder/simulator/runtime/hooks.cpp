@@ -169,7 +169,8 @@ void sim_index_outside(int64_t index, const char* array, const char* type, const
 }
 
 // The same of SIM_INDEX_OF_PART. The memory is there, so the thread goes on.
-void sim_index_outside_of_part(int64_t index, const char* part, const char* next, const char* file, int line) {
+void sim_index_outside_of_part(int64_t index, const char* part, const char* next, const char* file,
+                               int line) {
   if (is_in_checked_kernel()) sim::index_outside_of_part({file, line}, index, part, next);
 }
 

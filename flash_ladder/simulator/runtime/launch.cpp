@@ -228,7 +228,8 @@ static void run_grid(const Launch& launch, size_t threads, size_t blocks, double
 
 static std::string wrong_configuration(const Launch& l, size_t threads, size_t blocks) {
   if (!threads || threads > MOST_THREADS)
-    return std::to_string(threads) + " threads a block; 1 to " + std::to_string(MOST_THREADS) + " are possible";
+    return std::to_string(threads) + " threads a block; 1 to " + std::to_string(MOST_THREADS) +
+           " are possible";
   if (l.block.z > 64)
     return "a block of " + std::to_string(l.block.z) + " threads in z; at most 64 are possible";
   if (!blocks) return "a grid without blocks";

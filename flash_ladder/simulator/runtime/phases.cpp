@@ -1,12 +1,12 @@
-// Whether a wait at an mbarrier may miss its phase. A wait names a parity, "of either the current phase or the
-// immediately preceding phase of the mbarrier object" (PTX ISA, mbarrier.test_wait). A thread that is slow, and
-// asks when the phase after is over as well, waits for a later one, or for ever. So all waits for a phase must
-// have ended before the next one is complete: an arrival in that, or a copy whose bytes it counts, must come
-// after each of them.
+// Whether a wait at an mbarrier may miss its phase. A wait names a parity, "of either the current phase or
+// the immediately preceding phase of the mbarrier object" (PTX ISA, mbarrier.test_wait). A thread that is
+// slow, and asks when the phase after is over as well, waits for a later one, or for ever. So all waits for a
+// phase must have ended before the next one is complete: an arrival in that, or a copy whose bytes it counts,
+// must come after each of them.
 //
-// Order is all that matters here, not memory: so it is known by warps, whose lanes go on together. Their steps
-// are counted. What a warp knows to be over it hands on by arrivals, barriers, products of its warpgroup and
-// atomics.
+// Order is all that matters here, not memory. It is known by warps, as their lanes go on together, and their
+// steps are counted. What a warp knows to be over it hands on by arrivals, barriers, products of its
+// warpgroup and atomics.
 #include <algorithm>
 
 #include "checker.h"
@@ -69,10 +69,10 @@ void phase_over(Mbarrier& m) {
     Fiber* const running = w.current;
     w.current = &w.fibers[size_t(warp) * WARP_SIZE];
     const std::string barrier = shared_element(w, int64_t(m.offset));
-    const std::string before = m.phase > 1 ? "phase " + std::to_string(m.phase - 2) : "the one before the first";
+    const std::string before = m.phase > 1 ? "phase " + std::to_string(m.phase - 2) : "the one before that";
     mistake_found("mbarrier_wait(): phase " + std::to_string(m.phase - 1) + " of " + barrier +
                       " may be over before this thread has seen that " + before + " is: no arrival in it "
-                      "comes after this wait, which then would take a later phase of the same parity for it",
+                      "comes after this wait, which then waits for a later phase of the same parity",
                   seen.site);
     w.current = running;
   }

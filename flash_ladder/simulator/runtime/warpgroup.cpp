@@ -117,11 +117,11 @@ extern "C" void sim_named_barrier(const char* name, int id, int threads, bool wa
           " threads; others have come to it for " + std::to_string(b.threads));
   b.threads = threads;
   b.site = site;
-  // PTX ISA, "barrier": "Care must be taken to keep a warp from executing more barrier{.cta} instructions than
-  // intended (...) prior to the reset of the barrier. (...) Execution in this case is unpredictable."
+  // PTX ISA, "barrier": "Care must be taken to keep a warp from executing more barrier{.cta} instructions
+  // than intended (...) prior to the reset of the barrier. (...) Execution in this case is unpredictable."
   if (b.by.test(w.current->number))
-    wrong("this thread has come to barrier " + std::to_string(id) + " before, and the barrier still waits for " +
-          std::to_string(b.threads - b.arrived) + " of " + std::to_string(b.threads) + " threads");
+    wrong("this thread has come to barrier " + std::to_string(id) + " before, and the barrier still waits " +
+          "for " + std::to_string(b.threads - b.arrived) + " of " + std::to_string(b.threads) + " threads");
   b.by.set(w.current->number);
   if (w.launch->checked) {
     hand_over(b.released, *w.current);

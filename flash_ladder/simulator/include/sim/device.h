@@ -136,8 +136,8 @@ SIM_ALWAYS_INLINE constexpr Index&& index(Index&& i, const char* array, SIM_SITE
 }
 
 template <class T, class Next, class Index>
-SIM_ALWAYS_INLINE Index&& index_of_part(T* part, Next* next, Index&& i, const char* name, const char* next_name,
-                                        SIM_SITE) {
+SIM_ALWAYS_INLINE Index&& index_of_part(T* part, Next* next, Index&& i, const char* name,
+                                        const char* next_name, SIM_SITE) {
   const auto inside = (reinterpret_cast<const volatile char*>(next) -
                        reinterpret_cast<const volatile char*>(part)) / int64_t(sizeof(T));
   if (inside > 0 && (int64_t(i) < 0 || int64_t(i) >= inside))
