@@ -413,6 +413,58 @@ __global__ void producer_waits_from_the_start(const __grid_constant__ CUtensorMa
   }
 }
 
+// Of two buffers the wrong one is given back. The producer fills them in order, so it still comes after all
+// reads. But if it is slow, a phase that it is to wait for is over before, and the next one, too.
+//! error or deadlock <<<1, 64>>> (map_of(x), out, count)
+__global__ void the_other_buffer_given_back(const __grid_constant__ CUtensorMap x, float* out,
+                                            unsigned* count) {
+  __shared__ __align__(1024) float tile[2][rows * cols];
+  __shared__ uint64_t full[2];
+  __shared__ uint64_t empty[2];
+  const int t = threadIdx.x;
+  if (t < 2) {
+    mbarrier_init(full + t, 1);
+    mbarrier_init(empty + t, 32);
+    fence_mbarrier_init();
+  }
+  __syncthreads();
+  for (int i = 0; i < 4; i++) {
+    if (t == 32) {
+      mbarrier_wait(empty + i % 2, (i / 2 + 1) % 2);
+      mbarrier_arrive_expect(full + i % 2, box_bytes);
+      tma_load(tile[i % 2], x, full + i % 2, 0, 8 * (i % 2), 0, 0);
+    }
+    if (t >= 32) continue;
+    mbarrier_wait(full + i % 2, i / 2 % 2);
+    out[32 * i + t] = tile[i % 2][t];
+    mbarrier_arrive(empty + i % 2);
+    //! buggy: mbarrier_arrive(empty + (i + 1) % 2);
+  }
+}
+
+// Each tile has a place of its own. But who writes them may be two phases ahead of who waits.
+//! error <<<1, 64>>>
+__global__ void phases_that_nobody_holds_up(const float* x, float* out, unsigned* count) {
+  __shared__ float tile[4][32];
+  __shared__ uint64_t full;
+  __shared__ uint64_t taken;
+  const int lane = threadIdx.x % 32;
+  if (threadIdx.x == 0) mbarrier_init(&taken, 32);
+  start(&full, 32);
+  for (int i = 0; i < 4; i++) {
+    if (threadIdx.x >= 32) {
+      tile[i][lane] = x[32 * i + lane];
+      mbarrier_arrive(&full);
+      mbarrier_wait(&taken, i % 2);
+      //! buggy:
+    } else {
+      mbarrier_wait(&full, i % 2);
+      out[32 * i + lane] = tile[i][31 - lane];
+      mbarrier_arrive(&taken);
+    }
+  }
+}
+
 // ------------------------------------------------------------------------------------------- mbarriers
 //! race or error <<<1, 64>>>
 __global__ void used_before_it_is_initialised(const float* x, float* out, unsigned* count) {

@@ -608,7 +608,8 @@ __global__ void the_blocks_own_barrier(const float* x, float* out, unsigned* cou
 // --------------------------------------------------------------------------------------------- registers
 // The producer keeps what the consumers ask for.
 //! deadlock <<<1, 384>>>
-__global__ void __launch_bounds__(384) registers_that_nobody_gives(const float* x, float* out, unsigned* count) {
+__global__ void __launch_bounds__(384) registers_that_nobody_gives(const float* x, float* out,
+                                                                   unsigned* count) {
   if (threadIdx.x < 128) {
     setmaxnreg_dec<24>();
     //! buggy: setmaxnreg_dec<160>();
