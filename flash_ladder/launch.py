@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextvars
 import ctypes
 import functools
 import time
@@ -147,6 +148,7 @@ class Library:
         if params_bytes() != ctypes.sizeof(struct):
             raise RuntimeError(f"{struct.__name__} in {source.name} and its twin in Python differ: make "
                                "them the same")
+        self.symbols = library
         self.run: Callable[[Any, int | None], bytes | None] = run
         self.workspace_bytes: Callable[[Any], int] = workspace_bytes
         if device.type == "cpu":
@@ -192,13 +194,15 @@ def _failure(subject: Stage | str, text: str) -> RuntimeError:
     return RuntimeError(f"{subject}: {text}{ADVICE if is_lost(text) else ''}")
 
 
+# With which every stage is compiled here: marks, for bench.py --timeline
+more_macros: contextvars.ContextVar[dict[str, str | Path]] = contextvars.ContextVar("macros", default={})
 _libraries: dict[tuple, Library] = {}  # by stage's file, macros, target, debug, checker
 
 
 def load(stage: Stage, macros: dict[str, str | Path], device: torch.device) -> Library:
     """The stage compiled for a device; compiled anew if its files have changed."""
     target = torch.cuda.get_device_capability(device) if device.type == "cuda" else "cpu"
-    report = current_report()
+    report, macros = current_report(), macros | more_macros.get()
     key = (stage.path, tuple(macros.items()), target, debug(), report and report.runtime)
     library = _libraries.get(key)
     if library is None or not library.files.are_unchanged():

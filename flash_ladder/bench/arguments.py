@@ -20,6 +20,7 @@ from .masked import BLOCKS, SYNTAX, pattern
 from .peers import PEERS as MASK_PEERS
 from .report import PASSES, lengths
 from .rung_cases import with_cases
+from .timeline import check_stages, has_marks
 from .varlen import PEERS as VARLEN_PEERS
 from .varlen import SEQUENCES
 
@@ -31,6 +32,9 @@ DECODE_DEFAULTS: dict[str, tuple] = {
     "queries": (QUERIES["cuda"], QUERIES["cpu"]), "seqlens": ([8192], [512]), "batch": (8, 1),
     "heads": ("32:8", "4:2"), "head_dim": (128, 64), "dtype": ("bf16", "bf16"),
     "peers": (",".join(DECODE_PEERS), "sdpa")}
+TIMELINE_DEFAULTS: dict[str, tuple] = {
+    "seqlens": ([4096], [512]), "batch": (4, 1), "heads": ("12", "2"), "head_dim": (128, 128),
+    "causal": (False, False), "dtype": ("bf16", "bf16")}
 # For options that are not given. vla: blocks as in a vision-language-action model (Black et al., arXiv
 # 2410.24164)
 PRESETS: dict[str, dict] = {
@@ -92,6 +96,9 @@ def parse_arguments(argv: list[str] | None = None) -> list[argparse.Namespace]:
     add("--decode", action="store_true",
         help="decode steps: a few queries (--queries) over caches of --seqlens keys, also in pages, beside "
              f"peers: {', '.join(DECODE_PEERS)}")
+    add("--timeline", action="store_true",
+        help="draw what the warps of a block do side by side: copies, products, softmax, waits; of --stages, "
+             "from tma on; default: all of them. On a GPU by its own clock; in the simulator by a model")
     add("--queries", metavar="N,N", type=positive_integers,
         help=f"with --decode: of a sequence, up to {MOST_QUERIES}; default: "
              f"{','.join(map(str, QUERIES['cuda']))}, or {','.join(map(str, QUERIES['cpu']))} on CPU")
@@ -139,6 +146,9 @@ def parse_arguments(argv: list[str] | None = None) -> list[argparse.Namespace]:
             args.peers = choose_peers(args.peers, "decode")
             args.direction, args.stages = "fwd", []
             each = [args]
+        elif args.timeline:
+            check_shape(args)
+            each = [for_timeline(args)]
         else:
             check_shape(args)
             args.peers = choose_peers(args.peers, "mask" if args.mask else "")
@@ -182,6 +192,8 @@ def set_defaults(args: argparse.Namespace) -> None:
             if getattr(args, name) is None:
                 setattr(args, name, on_gpu if args.device.type == "cuda" else on_cpu)
         args.causal = False
+    if args.timeline:
+        set_timeline_defaults(args)
     args.passes = args.passes or ["fwd"]
     if args.checkpoint and args.passes != ["fwd+bwd"]:
         raise ValueError("--checkpoint: goes with --pass fwd+bwd")
@@ -209,6 +221,31 @@ def set_defaults(args: argparse.Namespace) -> None:
     for name, (on_gpu, on_cpu) in DEFAULTS.items():
         if getattr(args, name) is None:
             setattr(args, name, on_gpu if args.device.type == "cuda" else on_cpu)
+
+
+def set_timeline_defaults(args: argparse.Namespace) -> None:
+    others = ("inspect", "sweep", "mask", "checkpoint", "preset", "peers")
+    if given := [name for name in others if getattr(args, name) is not None]:
+        raise ValueError(f"--timeline: measures nothing beside it, and takes no --{given[0]}")
+    if args.passes not in (None, ["fwd"]):
+        raise ValueError("--timeline: the forward stages alone leave marks: --pass fwd")
+    if args.seqlens and len(args.seqlens) > 1:
+        raise ValueError(f"--timeline: takes one N; --seqlens has {', '.join(map(str, args.seqlens))}")
+    for name, (on_gpu, on_cpu) in TIMELINE_DEFAULTS.items():
+        if getattr(args, name) is None:
+            setattr(args, name, on_gpu if args.device.type == "cuda" else on_cpu)
+
+
+def for_timeline(args: argparse.Namespace) -> argparse.Namespace:
+    """With the stages that leave marks, or those that are asked for."""
+    asked, args = args.stages, for_pass("fwd", args)
+    if asked:
+        check_stages(args.stages)
+    args.stages = [stage for stage in args.stages if has_marks(stage)]
+    if not args.stages:
+        raise ValueError(f"--timeline: no stage that leaves marks takes {args.dtype} here: they need sm_90, "
+                         "and bf16 or fp16")
+    return args
 
 
 def read_result(args: argparse.Namespace) -> None:

@@ -29,6 +29,7 @@ from .decode import decode
 from .measuring import ceiling, count_traffic, edit_to_result, empty_row, failure, measure, origin
 from .report import results_table, show, show_sweep, title, write, write_sweep
 from .rungs import rungs
+from .timeline import timeline
 from .varlen import varlen
 
 TILE_SIZES = (8, 16, 32, 48, 64, 80, 96, 112, 128, 160, 192, 256)     # that --sweep tries, of those that fit
@@ -166,7 +167,7 @@ def sweep(args: argparse.Namespace) -> int:
     return int(any(row["status"] in ("wrong", "failed") for row in data["results"]))
 
 
-MODES = (inspect, sweep, rungs, varlen, decode)       # each by an option of its name
+MODES = (inspect, sweep, rungs, varlen, decode, timeline)       # each by an option of its name
 
 
 def main(argv: list[str] | None = None) -> int:

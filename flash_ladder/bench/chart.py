@@ -1,0 +1,100 @@
+"""Draws a time line: what the warps of a block do side by side.
+
+`data` is a result as timeline.py makes it, and as its JSON files hold it: all is drawn from that alone.
+"""
+
+from __future__ import annotations
+
+import textwrap
+from pathlib import Path
+
+import matplotlib
+from matplotlib.axes import Axes
+from matplotlib.patches import Patch
+
+from .marks import Span
+from .report import title
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+
+COLOURS = {"product": ("#1b7837", "#7fbf7b", "#4d9221", "#a6dba0"), "copy": ("#2166ac", "#67a9cf", "#b3d3e8"),
+           "softmax": ("#e08214",), "maximum": ("#fdb863",), "exponential": ("#e08214",),
+           "store": ("#8c510a",), "wait": ("#d0d0d0",), "empty": ("#d0d0d0",), "finish": ("#a8a8a8",),
+           "turn": ("#9970ab",), "barrier": ("#bdbdbd",)}
+WHAT = {"product": "products", "copy": "copies", "softmax": "softmax", "maximum": "softmax",
+        "exponential": "softmax", "store": "stores of O", "wait": "waits for a tile", "empty": "waits for a buffer",
+        "finish": "waits for products", "turn": "waits for its turn", "barrier": "waits for the block"}
+SHOWN = {"steps": 2000, "ns": 30_000}       # as much of the time as is legible
+NARROW = {"steps": 30, "ns": 450}           # no number in a bar below it
+
+
+def draw(data: dict, file: Path) -> None:
+    """One row for what a warp does itself, one for what goes on beside it; the longest time that is legible."""
+    unit = data["unit"]
+    spans = [span for span in (Span(*each) for each in data["spans"]) if span.start < SHOWN[unit]]
+    rows = list(dict.fromkeys((span.lane, span.row) for span in sorted(spans, key=_order)))
+    colours = _colours(spans)
+    figure, axes = plt.subplots(figsize=(15, 2.2 + 0.44 * len(rows)), layout="constrained")
+    for span in spans:
+        y = rows.index((span.lane, span.row))
+        axes.barh(y, span.end - span.start, left=span.start, height=0.74, color=colours[_key(span)],
+                  edgecolor="white", linewidth=0.6)
+        if span.row == "tensor cores" and span.end - span.start >= NARROW[unit]:
+            axes.text((span.start + span.end) / 2, y, span.label.split()[-1], ha="center", va="center",
+                      fontsize=7, color="white")
+    _name_rows(axes, rows)
+    end = max(span.end for span in spans)
+    axes.set_xlim(0, min(end, SHOWN[unit]))
+    axes.set_ylim(len(rows) - 0.5, -0.5)
+    axes.set_xlabel("steps of the model, not time: one is a product of 64 x 16 x 16 on the tensor cores"
+                    if unit == "steps" else "time (ns)")
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.tick_params(axis="y", length=0)
+    where = "simulator" if unit == "steps" else f"multiprocessor {data['multiprocessor']}"
+    heading = (f"{data['stage']}: {title(data)}, N={data['shape']['N']}, block 0; {data['device']}, {where}",
+               data["note"])
+    axes.set_title("\n".join(textwrap.fill(line, 150) for line in heading), fontsize=10, loc="left")
+    _legend(figure, spans, colours)
+    figure.savefig(file, dpi=110)
+    plt.close(figure)
+
+
+def _order(span: Span) -> tuple:
+    """Of rows from top to bottom: the tensor cores, the warpgroups, the producer."""
+    lane = span.lane
+    return (lane != "tensor cores", lane.startswith("producer"), len(lane), lane,
+            ("products", "work", "copies").index(span.row) if lane != "tensor cores" else 0)
+
+
+def _key(span: Span) -> tuple[str, str]:
+    """What has one colour: on the tensor cores without the warpgroup's number."""
+    return span.kind, span.label.rsplit(" ", 1)[0] if span.row == "tensor cores" else span.label
+
+
+def _colours(spans: list[Span]) -> dict[tuple[str, str], str]:
+    keys = sorted({_key(span) for span in spans}, key=lambda key: (key[0], "_O" in key[1] or "PV" in key[1], key))
+    found, used = {}, dict.fromkeys(COLOURS, 0)
+    for kind, label in keys:
+        found[kind, label] = COLOURS[kind][used[kind] % len(COLOURS[kind])]
+        used[kind] += 1
+    return found
+
+
+def _name_rows(axes: Axes, rows: list[tuple[str, str]]) -> None:
+    names = {"products": "products under way", "copies": "copies under way"}
+    labels = [lane if row == "tensor cores" else f"{lane}: {names.get(row, row)}" for lane, row in rows]
+    axes.set_yticks(range(len(rows)), labels, fontsize=9)
+    for y in range(1, len(rows)):
+        if rows[y][0] != rows[y - 1][0]:
+            axes.axhline(y - 0.5, color="#888888", linewidth=0.6)
+
+
+def _legend(figure, spans: list[Span], colours: dict[tuple[str, str], str]) -> None:
+    """By colour: what it is, and in the stage's own words."""
+    words: dict[tuple[str, str], list[str]] = {}
+    for (kind, label), colour in colours.items():
+        words.setdefault((WHAT[kind], colour), []).append(label)
+    handles = [Patch(color=colour, label=f"{what}: {', '.join(dict.fromkeys(labels))}")
+               for (what, colour), labels in words.items()]
+    figure.legend(handles=handles, loc="outside lower center", ncols=4, fontsize=8.5, frameon=False)

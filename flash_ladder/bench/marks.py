@@ -1,0 +1,234 @@
+"""The marks that warps leave (stages/common/timeline.cuh): read, and made into spans of time to be drawn.
+
+From a GPU they come with their times. From the simulator they come in order alone, and steps.py gives them
+times by a model. From there on both are the same.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import numpy
+
+from ..sources import read_source
+
+# As in timeline.cuh
+BLOCKS, WARPS, MOST_MARKS = 4, 20, 2048
+KINDS = ("wait", "empty", "copy", "release", "turn", "end of turn", "product", "finish", "maximum",
+         "exponential", "softmax", "store", "barrier")
+BEGIN, END, POINT = range(3)
+RECORD = numpy.dtype([("nanoseconds", "<u8"), ("multiprocessor_and_amount", "<u4"), ("line", "<u2"),
+                      ("kind", "u1"), ("side", "u1")])
+SOFTMAX = ("maximum", "exponential", "softmax")
+INDEX = {kind: n for n, kind in enumerate(KINDS)}
+WARPGROUP = 4        # warps; of each the first one is shown
+# What a line calls, by the kind of its mark; the object before the dot is part of the name
+CALLS = {"wait": r"[\w.]*\b(?:wait_until_full|pass|mbarrier_wait)\b",
+         "empty": r"\w+\.(?:fill|wait_until_empty)\b", "copy": r"\w+\.fill\b|\bload_\w+|\bmbarrier_arrive_expect\b",
+         "turn": r"\w+\.wait\b", "product": r"\bwgmma_(?:QK|PV)\b", "finish": r"\bwgmma_wait\b",
+         "maximum": r"\bmaximum_step\b", "exponential": r"\bexponentials\b", "softmax": r"\bsoftmax_step\b",
+         "store": r"\bstore_(?:rows|panels)\b"}
+OWN_NAME = ("copy", "product", *SOFTMAX)     # kinds that go by the name of the lambda they stand in
+
+
+@dataclass(frozen=True)
+class Mark:
+    """One of a lane. time: in nanoseconds or steps. until: when the copy or product that is asked for here is
+    done, if that is known. ring, step: whose tile it is about, if about any."""
+
+    kind: str
+    side: int
+    label: str
+    amount: int = 0
+    ring: str = ""
+    step: int = 0
+    time: float = 0.0
+    until: float | None = None
+
+
+@dataclass(frozen=True)
+class Block:
+    """The marks of a block: of the first warp of each four that left any, by the name of its lane."""
+
+    lanes: dict[str, list[Mark]]
+    multiprocessor: int = 0
+    is_cut_short: bool = False       # a warp had more to mark than was kept
+    tensor_cores: list[Span] = field(default_factory=list)     # by the model: what they work at
+
+
+@dataclass(frozen=True)
+class Span:
+    """What takes time, in one row of a lane: "products" and "copies" go on beside the warp's own "work"."""
+
+    lane: str
+    row: str
+    kind: str
+    label: str
+    start: float
+    end: float
+
+
+# ---------------------------------------------------------------------------------------- reading
+class Source:
+    """A stage's file, for the names of its lines."""
+
+    def __init__(self, path: Path):
+        self._lines = [line.split("//")[0] for line in read_source(path).splitlines()]
+
+    def text(self, line: int) -> str:
+        return self._lines[line - 1] if 0 < line <= len(self._lines) else ""
+
+    def label(self, kind: str, line: int) -> str:
+        """Such as K_smem.wait_until_full, multiply_S, turns.wait."""
+        text = self.text(line)
+        found = re.search(CALLS[kind], text) if kind in CALLS else None
+        return (self._enclosing(line) if kind in OWN_NAME else "") or (found[0] if found else kind)
+
+    def ring(self, line: int) -> str:
+        """Whose tile a line is about: K of K_smem.fill(...); empty if of none."""
+        found = re.search(r"(\w+)_smem\.", self.text(line))
+        return found[1] if found else ""
+
+    def _enclosing(self, line: int) -> str:
+        """The name of the lambda around a line, if there is one."""
+        def indent(text: str) -> int:
+            return len(text) - len(text.lstrip())
+        most = indent(self.text(line)) + (re.match(r"\s*auto \w+ = \[", self.text(line)) is not None)
+        for text in reversed(self._lines[:line]):
+            if text.strip() and not text.lstrip().startswith("#") and indent(text) < most:
+                most = indent(text)
+                if found := re.match(r"\s*auto (\w+) = \[", text):
+                    return found[1]
+        return ""
+
+
+def read(records: numpy.ndarray, path: Path, block: int = 0) -> Block:
+    """A block out of the buffer (BLOCKS, WARPS, MOST_MARKS) of RECORD.
+
+    Raises:
+        ValueError: if it left none.
+    """
+    source, lanes = Source(path), {}
+    warps = [n for n in range(0, WARPS, WARPGROUP) if records["line"][block, n, 0]]
+    if not warps:
+        raise ValueError(f"{path.name}: block {block} left no marks")
+    for warp in warps:
+        of_warp = records[block, warp]
+        marks = _marks(of_warp[:numpy.count_nonzero(of_warp["line"])], source)
+        fills = any(mark.kind == "empty" for mark in marks)
+        lanes[f"producer, warp {warp}" if fills else f"warps {warp} to {warp + WARPGROUP - 1}"] = marks
+    if not any(mark.kind == "product" for marks in lanes.values() for mark in marks):
+        lanes = {lane: with_mma(marks) for lane, marks in lanes.items()}
+    first = records[block, warps[0], 0]["multiprocessor_and_amount"]
+    full = bool(records["line"][block, :, -1].any())
+    return Block(lanes, int(first) >> 20, full)
+
+
+def _marks(records: numpy.ndarray, source: Source) -> list[Mark]:
+    """A warp's, with their labels and tiles. Where no ring counts the steps, they are counted here."""
+    marks: list[Mark] = []
+    counted: dict[str, int] = defaultdict(int)
+    step = 0
+    for record in records:
+        kind, side, line = KINDS[record["kind"]], int(record["side"]), int(record["line"])
+        amount, ring = int(record["multiprocessor_and_amount"]) & 0xfffff, source.ring(line)
+        if kind in ("wait", "empty", "release") and side != END:
+            step = amount
+        if not ring and kind in ("wait", "copy") and side != END:
+            step = counted[kind]
+            counted[kind] += 1
+        marks.append(Mark(kind, side, source.label(kind, line), amount, ring, step,
+                          float(record["nanoseconds"])))
+    return marks
+
+
+def with_mma(marks: list[Mark]) -> list[Mark]:
+    """With the products of a stage that has mma.sync, which leave no marks: from a barrier to the softmax,
+    and from there to what comes next. They are done where they stand."""
+    made: list[Mark] = []
+    for mark, after in itertools.pairwise([*marks, None]):
+        made.append(mark)
+        following = after or mark
+        if (mark.kind == "barrier" and len(made) > 1) or (mark.kind, mark.side) == ("softmax", END):
+            label = "S, by mma.sync" if mark.kind == "barrier" else "P V, by mma.sync"
+            made += [Mark("product", POINT, label, time=mark.time),
+                     Mark("finish", END, label, time=following.time)]
+    return made
+
+
+# ---------------------------------------------------------------------------------------- spans
+def spans(block: Block) -> list[Span]:
+    """What the marks of a block say, by lane."""
+    arrivals: dict[tuple, float] = {}
+    for marks in block.lanes.values():
+        for mark in marks:
+            if (mark.kind, mark.side) == ("wait", END):
+                key = mark.ring, mark.step
+                arrivals[key] = min(mark.time, arrivals.get(key, mark.time))
+    return [*block.tensor_cores, *itertools.chain.from_iterable(
+        _spans(lane, marks, arrivals) for lane, marks in block.lanes.items())]
+
+
+def _spans(lane: str, marks: Iterable[Mark], arrivals: dict[tuple, float]) -> list[Span]:
+    found: list[Span] = []
+    begun: dict[str, Mark] = {}
+    under_way: list[Mark] = []       # groups of products
+    before = 0.0                     # the last mark's time
+    for mark in marks:
+        kind, time = mark.kind, mark.time
+        if mark.side == BEGIN:
+            begun[kind] = mark
+        elif mark.side == END and kind in begun:
+            start = begun.pop(kind)
+            found.append(Span(lane, "work", kind, start.label, start.time, time))
+        if kind == "barrier":
+            found.append(Span(lane, "work", kind, "__syncthreads", before or time, time))
+        if kind == "product":
+            under_way.append(mark)
+        if (kind, mark.side) == ("finish", END):
+            left = mark.amount
+            done, under_way = under_way[:len(under_way) - left], under_way[len(under_way) - left:]
+            found += [Span(lane, "products", "product", p.label, p.time, p.until or time) for p in done]
+        if kind == "copy":
+            until = mark.until or arrivals.get((mark.ring, mark.step))
+            if until is not None:
+                found.append(Span(lane, "copies", kind, mark.label, mark.time, until))
+        before = time
+    return [span for span in found if span.end > span.start]
+
+
+def union(these: Iterable[Span]) -> list[tuple[float, float]]:
+    """The times in which at least one of them goes on."""
+    joined: list[tuple[float, float]] = []
+    for start, end in sorted((span.start, span.end) for span in these):
+        if joined and start <= joined[-1][1]:
+            joined[-1] = joined[-1][0], max(end, joined[-1][1])
+        else:
+            joined.append((start, end))
+    return joined
+
+
+def shares(all_spans: list[Span]) -> dict[str, float | None]:
+    """Of the time from first to last: in which products are under way, "products"; and of the softmax's time,
+    over all lanes: in which they are beside it, "softmax". Under way they are, by the model, while the tensor
+    cores work at them; on a GPU from their issue until the wait for them has ended."""
+    first, last = min(s.start for s in all_spans), max(s.end for s in all_spans)
+    modelled = [s for s in all_spans if s.row == "tensor cores"]
+    products = union(modelled or (s for s in all_spans if s.row == "products"))
+    softmax = [s for s in all_spans if s.kind in SOFTMAX]
+    beside = sum(max(0.0, min(s.end, end) - max(s.start, start)) for s in softmax for start, end in products)
+    total = sum(s.end - s.start for s in softmax)
+    return {"products": sum(end - start for start, end in products) / (last - first),
+            "softmax": beside / total if total else None}
+
+
+def from_zero(block: Block) -> Block:
+    """With times that begin at the first mark."""
+    first = min(mark.time for marks in block.lanes.values() for mark in marks)
+    return replace(block, lanes={lane: [replace(mark, time=mark.time - first) for mark in marks]
+                                 for lane, marks in block.lanes.items()})

@@ -1,0 +1,169 @@
+"""Times for marks from the simulator, which have an order but no times: a model of a multiprocessor.
+
+The simulator runs one thread at a time, so its own clock says nothing of what goes on side by side. What it
+does know is what each warp does in which order, and what for: which tile it waits for, which products it has
+issued. That is laid out in steps. A step is what the tensor cores take for a product of 64 x 16 x 16, 8
+cycles of an H100 at its peak. They do one group of products at a time, in the order of issue; so does the
+copy engine with tiles. Each warpgroup takes its time for exponentials and maxima, whatever the others do. All
+else takes none: barriers, the mask, rounding, rescaling. So a picture shows which waits there are and what
+can overlap, not how long a GPU takes.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass, field, replace
+
+from .marks import END, SOFTMAX, Block, Mark, Span
+
+ROWS = 64                # of a warpgroup's tile of S
+# 989 TFLOP/s of products and 3.9 of exponentials (H100: FlashAttention-3, section 2.2): 64 * 16 * 16 products,
+# of two operations, take as long as so many exponentials
+EXPONENTIALS = 128
+MAXIMA = 512             # four elements in the time of an exponential: what all lanes of a multiprocessor do
+# Half as long for a tile of 128 x 128 as the two warpgroups' products with it: nothing waits for copies alone
+COPIED_BYTES = 512
+
+
+@dataclass
+class _Lane:
+    """Where the model is in a lane's marks."""
+
+    marks: list[Mark]
+    now: float = 0.0
+    timed: list[Mark] = field(default_factory=list)
+    groups: list[float] = field(default_factory=list)      # of products: when each is done
+    begun: dict[str, Mark] = field(default_factory=dict)
+    counted: dict[str, int] = field(default_factory=lambda: defaultdict(int))
+
+    @property
+    def next(self) -> Mark:
+        return self.marks[len(self.timed)]
+
+    @property
+    def is_done(self) -> bool:
+        return len(self.timed) == len(self.marks)
+
+
+class Model:
+    """A multiprocessor that does what the lanes of a block say."""
+
+    def __init__(self, block: Block):
+        self._block = block
+        self._lanes = {name: _Lane(marks) for name, marks in block.lanes.items()}
+        has = {name: {mark.kind for mark in marks} for name, marks in block.lanes.items()}
+        self._warpgroups = [name for name in block.lanes if "product" in has[name]]
+        self._tensor_cores = self._engine = 0.0            # when they are free
+        self._busy: list[Span] = []
+        self._arrived: dict[tuple, float] = {}             # by ring and step: when the tile is there
+        self._released: dict[tuple, dict[str, float]] = defaultdict(dict)
+        self._barriers: dict[int, dict[str, float]] = defaultdict(dict)
+        self._turns: dict[str, list[float]] = defaultdict(list)     # when each lane has ended its turns
+        self._of: dict[str, dict[tuple, set[str]]] = {kind: defaultdict(set)
+                                                      for kind in ("copy", "empty", "release")}
+        for name, marks in block.lanes.items():
+            for mark in marks:
+                if mark.kind in self._of and mark.side != END:
+                    self._of[mark.kind][mark.ring, mark.step].add(name)
+        self._barrier_count = {name: sum(mark.kind == "barrier" for mark in marks)
+                               for name, marks in block.lanes.items()}
+
+    def run(self) -> Block:
+        """The block with times in steps, and what the tensor cores do.
+
+        Raises:
+            ValueError: if the marks wait for something that no mark brings.
+        """
+        while True:
+            waiting = [lane for lane in self._lanes.items() if not lane[1].is_done]
+            able = [(name, lane, at) for name, lane in waiting if (at := self._time_of_next(name)) is not None]
+            if not able:
+                break
+            name, lane, at = min(able, key=lambda each: each[2])
+            self._take(name, lane, at)
+        if waiting and not self._block.is_cut_short:
+            where = "; ".join(f"{name} at {lane.next.label}" for name, lane in waiting)
+            raise ValueError(f"the marks do not fit together: {where} would wait for ever")
+        return replace(self._block, lanes={name: lane.timed for name, lane in self._lanes.items()},
+                       tensor_cores=self._busy)
+
+    def _time_of_next(self, name: str) -> float | None:
+        """When a lane's next mark is left; None while that is not known."""
+        lane, mark = self._lanes[name], self._lanes[name].next
+        if mark.kind == "barrier":
+            there = self._barriers[lane.counted["barrier"]]
+            there.setdefault(name, lane.now)
+            all_there = all(other in there for other, count in self._barrier_count.items()
+                            if count > lane.counted["barrier"])
+            return max(there.values()) if all_there else None
+        if mark.side != END:
+            return lane.now
+        if mark.kind in SOFTMAX:
+            scores = ROWS * mark.amount
+            return (lane.now + (mark.kind != "exponential") * scores / MAXIMA
+                    + (mark.kind != "maximum") * scores / EXPONENTIALS)
+        needed = {"wait": self._tile, "empty": self._buffer, "turn": self._turn, "finish": self._products,
+                  "store": lambda name, mark: lane.now + 2 * ROWS * mark.amount / COPIED_BYTES}[mark.kind]
+        at = needed(name, mark)
+        return None if at is None else max(lane.now, at)
+
+    def _tile(self, name: str, mark: Mark) -> float | None:
+        key = mark.ring, mark.step
+        if key in self._of["copy"] or not self._of["empty"][key]:
+            return self._arrived.get(key)
+        for producer in self._of["empty"][key]:     # no copy: the producer alone says that there is no more
+            lane = self._lanes[producer]
+            for other in lane.timed:
+                if (other.kind, other.side, other.ring, other.step) == ("empty", END, *key):
+                    return other.time
+        return None
+
+    def _buffer(self, name: str, mark: Mark) -> float | None:
+        before = mark.ring, mark.step - mark.amount
+        if before[1] < 0:
+            return 0.0
+        users, there = self._of["release"][before], self._released[before]
+        return max(there.values()) if users and users == there.keys() else None
+
+    def _turn(self, name: str, mark: Mark) -> float | None:
+        before = self._turns[self._warpgroups[self._warpgroups.index(name) - 1]]
+        number = self._lanes[name].counted["turn"]
+        return before[number] if number < len(before) else None
+
+    def _products(self, name: str, mark: Mark) -> float:
+        groups = self._lanes[name].groups
+        return groups[-1 - mark.amount] if len(groups) > mark.amount else 0.0
+
+    def _take(self, name: str, lane: _Lane, at: float) -> None:
+        mark, until = lane.next, None
+        lane.now = at
+        if mark.kind == "product":
+            start = max(at, self._tensor_cores)
+            until = self._tensor_cores = start + mark.amount
+            lane.groups.append(until)
+            self._busy.append(Span("tensor cores", "tensor cores", "product",
+                                   f"{mark.label} {self._warpgroups.index(name)}", start, until))
+        elif mark.kind == "copy":
+            until = self._engine = max(at, self._engine) + mark.amount / COPIED_BYTES
+            self._arrived[mark.ring, mark.step] = until
+        elif mark.kind == "release":
+            self._released[mark.ring, mark.step][name] = at
+        elif mark.kind == "end of turn":
+            self._turns[name].append(at)
+        if mark.kind == "barrier" or (mark.kind, mark.side) == ("turn", END):
+            lane.counted[mark.kind] += 1
+        lane.timed.append(replace(mark, time=at, until=until))
+
+
+def in_steps(block: Block, S_steps: int = 0, O_steps: int = 0) -> Block:
+    """A block from the simulator with times in steps. S_steps, O_steps: what the two products of a tile take
+    where they leave no marks of their own (mma.sync).
+
+    Raises:
+        ValueError: if the marks do not fit together.
+    """
+    def amount(mark: Mark) -> int:
+        return mark.amount or (S_steps if mark.label.startswith("S,") else O_steps)
+    lanes = {name: [replace(mark, amount=amount(mark)) if mark.kind == "product" else mark for mark in marks]
+             for name, marks in block.lanes.items()}
+    return Model(replace(block, lanes=lanes)).run()

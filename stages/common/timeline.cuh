@@ -1,0 +1,270 @@
+// Marks: what a warp does, and when. For `bench.py --timeline` alone: it has flash_fwd.cu include this file
+// before the stage (-DTIMELINE_FILE). Then what the stage calls by the names below leaves marks, and does
+// what it does otherwise. Without the flag nothing here is compiled, and no stage knows of it.
+//
+// A mark is where the stage stands (the line of the call), what it begins or ends there, and the time by
+// %globaltimer. A warp keeps its marks in the order of its program. In the simulator there is no time: the
+// order is enough (flash_ladder/bench/steps.py).
+//
+// While a product is under way a warp leaves no mark, as nobody knows what a look at the clock does to it,
+// unless TIMELINE_IN_FLIGHT is 1. ptxas waits for no product more in either case.
+#pragma once
+#include "epilogue.cuh"
+#include "launch.cuh"
+#include "order.cuh"
+#include "ring.cuh"
+#include "softmax.cuh"
+#include "store_panels.cuh"
+#include "turns.cuh"
+#include "wgmma.cuh"
+
+#ifndef TIMELINE_IN_FLIGHT
+#define TIMELINE_IN_FLIGHT 0
+#endif
+
+namespace timeline {
+
+// bench/marks.py has the same numbers, kinds and struct.
+constexpr int blocks = 4, warps = 20, most_marks = 2048;     // that are kept: of the first blocks, and warps
+
+enum Kind : uint8_t {        //                                                    amount
+  WAIT,                      // begin, end     for bytes of a tile                 begin: step of the ring
+  EMPTY,                     // begin, end     for a buffer of a ring              begin: step; end: buffers
+  COPY,                      // point          copies are asked for                bytes
+  RELEASE,                   // point          a buffer is given back              step
+  TURN,                      // begin, end     for this warpgroup's turn
+  END_TURN,                  // point          the next one's turn begins
+  PRODUCT,                   // point          a group of wgmma is issued          of 64 x 16 x 16
+  FINISH,                    // begin, end     for groups of wgmma                 groups that are left
+  MAXIMUM, EXPONENTIAL,      // begin, end     parts of the softmax                columns of the tile
+  SOFTMAX,                   // begin, end     both
+  STORE,                     // begin, end     O                                   columns
+  BARRIER                    // point          the block's barrier is passed
+};
+enum Side : uint8_t { BEGIN, END, POINT };
+
+struct alignas(16) Mark {
+  uint64_t nanoseconds;
+  uint32_t multiprocessor_and_amount;      // from bit 20 on; below it
+  uint16_t line;                           // of the stage's file; 0: no mark
+  Kind kind;
+  Side side;
+};
+__device__ Mark marks[blocks][warps][most_marks];
+
+// How many marks each warp has left. The last bit but the sign: a product of its warpgroup is under way
+__device__ __forceinline__ unsigned* states() {
+  __shared__ unsigned states[warps];
+  return states;
+}
+constexpr unsigned in_flight = 1u << 30;
+
+__device__ __forceinline__ void clear_states() {
+  for (int warp = 0; warp < warps; warp++) states()[warp] = 0;
+}
+
+__device__ __forceinline__ void set_in_flight(bool flies) {
+  unsigned& state = states()[threadIdx.x / 32];
+  if (threadIdx.x % 32 == 0) state = flies ? state | in_flight : state & ~in_flight;
+}
+
+// By one lane: the first of its warp
+__device__ __forceinline__ void mark(Kind kind, Side side, int line, unsigned amount = 0) {
+  const int warp = threadIdx.x / 32;
+  if (threadIdx.x % 32 > 0 || blockIdx.x >= blocks || warp >= warps) return;
+  const unsigned state = states()[warp], n = state & ~in_flight;
+  if (n >= most_marks || (!TIMELINE_IN_FLIGHT && (state & in_flight))) return;
+  uint64_t now = 0;
+  uint32_t multiprocessor = 0;
+#ifdef __CUDACC__
+  asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(now) :: "memory");
+  asm("mov.u32 %0, %%smid;" : "=r"(multiprocessor));
+#endif
+  marks[blockIdx.x][warp][n] = {now, multiprocessor << 20 | amount, uint16_t(line), kind, side};
+  states()[warp] = state + 1;
+}
+
+// -------------------------------------------------------------------------------- what a stage calls
+template <int buffers, int rows>
+struct Ring : ::Ring<buffers, rows> {
+  using Unmarked = ::Ring<buffers, rows>;
+  using Unmarked::Unmarked;
+
+  __device__ __forceinline__ void init(int warps) const {
+    Unmarked::init(warps);
+    if (threadIdx.x == 0) clear_states();
+  }
+  __device__ __forceinline__ void wait_until_empty(unsigned step, int line = __builtin_LINE()) const {
+    mark(EMPTY, BEGIN, line, step);
+    Unmarked::wait_until_empty(step);
+    mark(EMPTY, END, line, buffers);
+  }
+  __device__ void fill(const CUtensorMap& map, unsigned step, int row, int head, int batch,
+                       int line = __builtin_LINE()) const {
+    wait_until_empty(step, line);
+    Unmarked::fill(map, step, row, head, batch);
+    mark(COPY, POINT, line, Unmarked::bytes);
+  }
+  __device__ __forceinline__ void wait_until_full(unsigned step, int line = __builtin_LINE()) const {
+    mark(WAIT, BEGIN, line, step);
+    Unmarked::wait_until_full(step);
+    mark(WAIT, END, line);
+  }
+  __device__ __forceinline__ void release(unsigned step, int line = __builtin_LINE()) const {
+    mark(RELEASE, POINT, line, step);
+    Unmarked::release(step);
+  }
+  __device__ __forceinline__ void pass(unsigned step, int line = __builtin_LINE()) const {
+    wait_until_full(step, line);
+    release(step, line);
+  }
+};
+
+template <int warpgroups>
+struct Turns : ::Turns<warpgroups> {
+  using Unmarked = ::Turns<warpgroups>;
+
+  __device__ __forceinline__ explicit Turns(int warpgroup, int line = __builtin_LINE())
+      : Unmarked(warpgroup) {
+    if (warpgroups > 1 && warpgroup == warpgroups - 1) mark(END_TURN, POINT, line);
+  }
+  __device__ __forceinline__ void wait(int line = __builtin_LINE()) const {
+    if (warpgroups > 1) mark(TURN, BEGIN, line);
+    Unmarked::wait();
+    if (warpgroups > 1) mark(TURN, END, line);
+  }
+  __device__ __forceinline__ void end(int line = __builtin_LINE()) const {
+    if (warpgroups > 1) mark(END_TURN, POINT, line);
+    Unmarked::end();
+  }
+};
+
+__device__ __forceinline__ void mbarrier_init(uint64_t* barrier, int arrivals) {
+  ::mbarrier_init(barrier, arrivals);
+  clear_states();
+}
+
+__device__ __forceinline__ void mbarrier_arrive_expect(uint64_t* barrier, int bytes,
+                                                       int line = __builtin_LINE()) {
+  ::mbarrier_arrive_expect(barrier, bytes);
+  mark(COPY, POINT, line, bytes);
+}
+
+__device__ __forceinline__ void mbarrier_wait(uint64_t* barrier, int parity, int line = __builtin_LINE()) {
+  mark(WAIT, BEGIN, line);
+  ::mbarrier_wait(barrier, parity);
+  mark(WAIT, END, line);
+}
+
+__device__ __forceinline__ void block_barrier(int line = __builtin_LINE()) {
+  __syncthreads();
+  mark(BARRIER, POINT, line);
+}
+
+template <int k_steps, int n_tiles>
+__device__ __forceinline__ void wgmma_QK(float (&S)[n_tiles][4], uint32_t Q, int Q_rows, uint32_t K,
+                                         int line = __builtin_LINE()) {
+  mark(PRODUCT, POINT, line, k_steps * n_tiles / 2);
+  ::wgmma_QK<k_steps>(S, Q, Q_rows, K);
+  set_in_flight(true);
+}
+
+template <int n_tiles, int k_steps>
+__device__ __forceinline__ void wgmma_PV(float (&O)[n_tiles][4], const uint32_t (&P)[k_steps][4], uint32_t V,
+                                         int line = __builtin_LINE()) {
+  mark(PRODUCT, POINT, line, k_steps * n_tiles / 2);
+  ::wgmma_PV(O, P, V);
+  set_in_flight(true);
+}
+
+template <int groups_left> __device__ __forceinline__ void wgmma_wait(int line = __builtin_LINE()) {
+  mark(FINISH, BEGIN, line, groups_left);
+  ::wgmma_wait<groups_left>();
+  if (groups_left == 0) set_in_flight(false);
+  mark(FINISH, END, line, groups_left);
+}
+
+// Of a tile's softmax: r is 0, then 1.
+template <int n_tiles>
+__device__ __forceinline__ float softmax_step(float (&S)[n_tiles][4], int r, float& m, float& l, float c,
+                                              bool cut, float slack = 0.f, int line = __builtin_LINE()) {
+  if (r == 0) mark(SOFTMAX, BEGIN, line, 8 * n_tiles);
+  const float alpha = ::softmax_step(S, r, m, l, c, cut, slack);
+  if (r == 1) mark(SOFTMAX, END, line, 8 * n_tiles);
+  return alpha;
+}
+
+template <int n_tiles>
+__device__ __forceinline__ float maximum_step(float (&S)[n_tiles][4], int r, float& m, float& shift, float c,
+                                              bool cut, float slack = 0.f, int line = __builtin_LINE()) {
+  if (r == 0) mark(MAXIMUM, BEGIN, line, 8 * n_tiles);
+  const float alpha = ::maximum_step(S, r, m, shift, c, cut, slack);
+  if (r == 1) mark(MAXIMUM, END, line, 8 * n_tiles);
+  return alpha;
+}
+
+template <int n_tiles>
+__device__ __forceinline__ void exponentials(float (&S)[n_tiles][4], int r, float& l, float alpha, float c,
+                                             float shift, int line = __builtin_LINE()) {
+  if (r == 0) mark(EXPONENTIAL, BEGIN, line, 8 * n_tiles);
+  ::exponentials(S, r, l, alpha, c, shift);
+  if (r == 1) mark(EXPONENTIAL, END, line, 8 * n_tiles);
+}
+
+template <int n_tiles>
+__device__ __forceinline__ void store_rows(const FwdParams& p, const float (&O)[n_tiles][4], int bh,
+                                           int warp_row, int line = __builtin_LINE()) {
+  mark(STORE, BEGIN, line, 8 * n_tiles);
+  ::store_rows(p, O, bh, warp_row);
+  mark(STORE, END, line, 8 * n_tiles);
+}
+
+template <int n_tiles>
+__device__ __forceinline__ void store_panels(const CUtensorMap& map, ELEMENT* tile,
+                                             const float (&acc)[n_tiles][4], int tile_rows, int tile_row,
+                                             int row, int head, int batch, int line = __builtin_LINE()) {
+  mark(STORE, BEGIN, line, 8 * n_tiles);
+  ::store_panels(map, tile, acc, tile_rows, tile_row, row, head, batch);
+  mark(STORE, END, line, 8 * n_tiles);
+}
+
+}  // namespace timeline
+
+// -------------------------------------------------------------------------------- for Python
+extern "C" size_t flash_timeline_bytes() { return sizeof(timeline::marks); }
+
+// Both return null, or what went wrong.
+extern "C" const char* flash_timeline_clear() {
+#ifdef __CUDACC__
+  void* marks = nullptr;
+  cudaError_t error = cudaGetSymbolAddress(&marks, timeline::marks);
+  if (error == cudaSuccess) error = cudaMemset(marks, 0, sizeof(timeline::marks));
+  return error == cudaSuccess ? nullptr : cudaGetErrorString(error);
+#else
+  return memset(timeline::marks, 0, sizeof(timeline::marks)), nullptr;
+#endif
+}
+
+extern "C" const char* flash_timeline_read(void* to) {
+#ifdef __CUDACC__
+  const cudaError_t error = cudaMemcpyFromSymbol(to, timeline::marks, sizeof(timeline::marks));
+  return error == cudaSuccess ? nullptr : cudaGetErrorString(error);
+#else
+  return memcpy(to, timeline::marks, sizeof(timeline::marks)), nullptr;
+#endif
+}
+
+#define Ring timeline::Ring
+#define Turns timeline::Turns
+#define mbarrier_init timeline::mbarrier_init
+#define mbarrier_arrive_expect timeline::mbarrier_arrive_expect
+#define mbarrier_wait timeline::mbarrier_wait
+#define __syncthreads timeline::block_barrier
+#define wgmma_QK timeline::wgmma_QK
+#define wgmma_PV timeline::wgmma_PV
+#define wgmma_wait timeline::wgmma_wait
+#define softmax_step timeline::softmax_step
+#define maximum_step timeline::maximum_step
+#define exponentials timeline::exponentials
+#define store_rows timeline::store_rows
+#define store_panels timeline::store_panels
