@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import re
 import textwrap
 from pathlib import Path
 
@@ -26,6 +27,7 @@ WHAT = {"product": "products", "copy": "copies", "softmax": "softmax", "maximum"
         "exponential": "softmax", "store": "stores of O", "wait": "waits for a tile", "empty": "waits for a buffer",
         "finish": "waits for products", "turn": "waits for its turn", "barrier": "waits for the block"}
 SHOWN = {"steps": 2000, "ns": 30_000}       # as much of the time as is legible
+BAR = 0.78           # of a row's height
 NARROW = {"steps": 30, "ns": 450}           # no number in a bar below it
 
 
@@ -36,9 +38,10 @@ def draw(data: dict, file: Path) -> None:
     rows = list(dict.fromkeys((span.lane, span.row) for span in sorted(spans, key=_order)))
     colours = _colours(spans)
     figure, axes = plt.subplots(figsize=(15, 2.2 + 0.44 * len(rows)), layout="constrained")
-    for span in spans:
-        y = rows.index((span.lane, span.row))
-        axes.barh(y, span.end - span.start, left=span.start, height=0.74, color=colours[_key(span)],
+    for span, track, tracks in _tracks(spans):
+        height = BAR / tracks
+        y = rows.index((span.lane, span.row)) + (track + 0.5) * height - BAR / 2
+        axes.barh(y, span.end - span.start, left=span.start, height=height, color=colours[_key(span)],
                   edgecolor="white", linewidth=0.6)
         if span.row == "tensor cores" and span.end - span.start >= NARROW[unit]:
             axes.text((span.start + span.end) / 2, y, span.label.split()[-1], ha="center", va="center",
@@ -51,13 +54,30 @@ def draw(data: dict, file: Path) -> None:
                     if unit == "steps" else "time (ns)")
     axes.spines[["top", "right"]].set_visible(False)
     axes.tick_params(axis="y", length=0)
-    where = "simulator" if unit == "steps" else f"multiprocessor {data['multiprocessor']}"
-    heading = (f"{data['stage']}: {title(data)}, N={data['shape']['N']}, block 0; {data['device']}, {where}",
-               data["note"])
+    where = ("in the simulator" if unit == "steps" else
+             f"multiprocessor {data['multiprocessor']} of {data['device']}")
+    heading = (f"{data['stage']}: {title(data)}, N={data['shape']['N']}; block 0, {where}", data["note"])
     axes.set_title("\n".join(textwrap.fill(line, 150) for line in heading), fontsize=10, loc="left")
     _legend(figure, spans, colours)
     figure.savefig(file, dpi=110)
     plt.close(figure)
+
+
+def _tracks(spans: list[Span]) -> list[tuple[Span, int, int]]:
+    """Each span with its track of so many: in a row, what overlaps is drawn one below the other."""
+    by_row: dict[tuple[str, str], list[Span]] = {}
+    for span in sorted(spans, key=lambda span: (span.start, span.end)):
+        by_row.setdefault((span.lane, span.row), []).append(span)
+    found = []
+    for in_row in by_row.values():
+        ends: list[float] = []
+        placed = []
+        for span in in_row:
+            track = next((n for n, end in enumerate(ends) if end <= span.start), len(ends))
+            ends[track:track + 1] = [span.end]
+            placed.append((span, track))
+        found += [(span, track, len(ends)) for span, track in placed]
+    return found
 
 
 def _order(span: Span) -> tuple:
@@ -73,7 +93,7 @@ def _key(span: Span) -> tuple[str, str]:
 
 
 def _colours(spans: list[Span]) -> dict[tuple[str, str], str]:
-    keys = sorted({_key(span) for span in spans}, key=lambda key: (key[0], "_O" in key[1] or "PV" in key[1], key))
+    keys = sorted({_key(span) for span in spans}, key=lambda key: (key[0], re.search("_O|P ?V", key[1]) is not None, key))
     found, used = {}, dict.fromkeys(COLOURS, 0)
     for kind, label in keys:
         found[kind, label] = COLOURS[kind][used[kind] % len(COLOURS[kind])]
@@ -95,6 +115,6 @@ def _legend(figure, spans: list[Span], colours: dict[tuple[str, str], str]) -> N
     words: dict[tuple[str, str], list[str]] = {}
     for (kind, label), colour in colours.items():
         words.setdefault((WHAT[kind], colour), []).append(label)
-    handles = [Patch(color=colour, label=f"{what}: {', '.join(dict.fromkeys(labels))}")
+    handles = [Patch(color=colour, label=what if labels == [what] else f"{what}: {', '.join(labels)}")
                for (what, colour), labels in words.items()]
     figure.legend(handles=handles, loc="outside lower center", ncols=4, fontsize=8.5, frameon=False)

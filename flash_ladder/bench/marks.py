@@ -17,15 +17,16 @@ import numpy
 
 from ..sources import read_source
 
-# As in timeline.cuh
+# As in timeline.cuh, which says more
 BLOCKS, WARPS, MOST_MARKS = 4, 20, 2048
 KINDS = ("wait", "empty", "copy", "release", "turn", "end of turn", "product", "finish", "maximum",
          "exponential", "softmax", "store", "barrier")
 BEGIN, END, POINT = range(3)
-RECORD = numpy.dtype([("nanoseconds", "<u8"), ("multiprocessor_and_amount", "<u4"), ("line", "<u2"),
-                      ("kind", "u1"), ("side", "u1")])
+MOST_STEPS = 4096
+BUFFER = numpy.dtype([("nanoseconds_and_what", "<u4", (BLOCKS, WARPS, MOST_MARKS, 2)),
+                      ("multiprocessors", "<u4", (BLOCKS,))])
+COPIED_AT_ONCE = 16  # bytes
 SOFTMAX = ("maximum", "exponential", "softmax")
-INDEX = {kind: n for n, kind in enumerate(KINDS)}
 WARPGROUP = 4        # warps; of each the first one is shown
 # What a line calls, by the kind of its mark; the object before the dot is part of the name
 CALLS = {"wait": r"[\w.]*\b(?:wait_until_full|pass|mbarrier_wait)\b",
@@ -56,7 +57,7 @@ class Block:
     """The marks of a block: of the first warp of each four that left any, by the name of its lane."""
 
     lanes: dict[str, list[Mark]]
-    multiprocessor: int = 0
+    multiprocessor: int = 0          # on which it ran
     is_cut_short: bool = False       # a warp had more to mark than was kept
     tensor_cores: list[Span] = field(default_factory=list)     # by the model: what they work at
 
@@ -107,44 +108,45 @@ class Source:
         return ""
 
 
-def read(records: numpy.ndarray, path: Path, block: int = 0) -> Block:
-    """A block out of the buffer (BLOCKS, WARPS, MOST_MARKS) of RECORD.
+def read(buffer: numpy.ndarray, path: Path, block: int = 0) -> Block:
+    """A block out of a BUFFER. Times are nanoseconds since the first mark of its first warp.
 
     Raises:
-        ValueError: if it left none.
+        ValueError: if it left no marks.
     """
     source, lanes = Source(path), {}
-    warps = [n for n in range(0, WARPS, WARPGROUP) if records["line"][block, n, 0]]
+    nanoseconds, what = numpy.moveaxis(buffer["nanoseconds_and_what"][block], 2, 0)
+    warps = [warp for warp in range(0, WARPS, WARPGROUP) if what[warp, 0]]
     if not warps:
         raise ValueError(f"{path.name}: block {block} left no marks")
+    times = (nanoseconds - nanoseconds[warps[0], 0]).view(numpy.int32)   # the lower half goes round
     for warp in warps:
-        of_warp = records[block, warp]
-        marks = _marks(of_warp[:numpy.count_nonzero(of_warp["line"])], source)
+        count = numpy.count_nonzero(what[warp])
+        marks = list(_marks(times[warp, :count].tolist(), what[warp, :count].tolist(), source))
         fills = any(mark.kind == "empty" for mark in marks)
         lanes[f"producer, warp {warp}" if fills else f"warps {warp} to {warp + WARPGROUP - 1}"] = marks
     if not any(mark.kind == "product" for marks in lanes.values() for mark in marks):
         lanes = {lane: with_mma(marks) for lane, marks in lanes.items()}
-    first = records[block, warps[0], 0]["multiprocessor_and_amount"]
-    full = bool(records["line"][block, :, -1].any())
-    return Block(lanes, int(first) >> 20, full)
+    return Block(lanes, int(buffer["multiprocessors"][block]), bool(what[:, -1].any()))
 
 
-def _marks(records: numpy.ndarray, source: Source) -> list[Mark]:
+def _marks(times: list[int], all_what: list[int], source: Source) -> Iterable[Mark]:
     """A warp's, with their labels and tiles. Where no ring counts the steps, they are counted here."""
-    marks: list[Mark] = []
     counted: dict[str, int] = defaultdict(int)
-    step = 0
-    for record in records:
-        kind, side, line = KINDS[record["kind"]], int(record["side"]), int(record["line"])
-        amount, ring = int(record["multiprocessor_and_amount"]) & 0xfffff, source.ring(line)
+    step = buffers = 0
+    for time, what in zip(times, all_what, strict=True):
+        line, kind, side, amount = what >> 22, KINDS[what >> 18 & 0xf], what >> 16 & 0x3, what & 0xffff
+        ring, label = source.ring(line), source.label(kind, line)
         if kind in ("wait", "empty", "release") and side != END:
-            step = amount
+            step, buffers = amount % MOST_STEPS, amount // MOST_STEPS
         if not ring and kind in ("wait", "copy") and side != END:
             step = counted[kind]
             counted[kind] += 1
-        marks.append(Mark(kind, side, source.label(kind, line), amount, ring, step,
-                          float(record["nanoseconds"])))
-    return marks
+        if kind == "copy":
+            amount *= COPIED_AT_ONCE
+            if ring:
+                yield Mark("empty", END, label, buffers, ring, step, time)
+        yield Mark(kind, side, label, buffers if kind == "empty" else amount, ring, step, time)
 
 
 def with_mma(marks: list[Mark]) -> list[Mark]:

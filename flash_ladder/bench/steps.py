@@ -155,15 +155,13 @@ class Model:
         lane.timed.append(replace(mark, time=at, until=until))
 
 
-def in_steps(block: Block, S_steps: int = 0, O_steps: int = 0) -> Block:
-    """A block from the simulator with times in steps. S_steps, O_steps: what the two products of a tile take
-    where they leave no marks of their own (mma.sync).
+def in_steps(block: Block, of_product: int = 0) -> Block:
+    """A block from the simulator with times in steps. of_product: what each of the two products of a tile
+    takes, where they leave no marks of their own (mma.sync).
 
     Raises:
         ValueError: if the marks do not fit together.
     """
-    def amount(mark: Mark) -> int:
-        return mark.amount or (S_steps if mark.label.startswith("S,") else O_steps)
-    lanes = {name: [replace(mark, amount=amount(mark)) if mark.kind == "product" else mark for mark in marks]
-             for name, marks in block.lanes.items()}
+    lanes = {name: [replace(mark, amount=mark.amount or of_product) if mark.kind == "product" else mark
+                    for mark in marks] for name, marks in block.lanes.items()}
     return Model(replace(block, lanes=lanes)).run()

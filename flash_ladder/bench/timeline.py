@@ -6,6 +6,7 @@ from __future__ import annotations
 import argparse
 import ctypes
 import dataclasses
+import itertools
 import json
 import math
 import sys
@@ -24,13 +25,14 @@ from ..plan import Plan, as_scale, forward_outputs
 from ..sources import STAGES, source_files
 from . import chart
 from .cases import random_inputs
-from .marks import BLOCKS, MOST_MARKS, RECORD, WARPS, Block, Span, from_zero, read, shares, spans
+from .marks import BUFFER, Block, Span, from_zero, read, shares, spans
 from .measuring import milliseconds, origin
 from .report import number, title
 from .steps import in_steps
 
 FILE = STAGES / "common" / "timeline.cuh"
 NEEDED = "hopper.cuh"     # whose instructions leave marks
+MANY_ROWS = 1 << 20       # in the simulator a small call has the tiles of a large one
 TOO_SLOW = 1.05           # marks that cost more than this are left out where products are under way
 SIMULATED = ("Time in steps of a model, not measured: the simulator says what each warp does in which order, "
              "and the model says what that takes. A step is a product of 64 x 16 x 16 on the tensor cores.")
@@ -64,8 +66,8 @@ class Run:
     def __init__(self, stage: flash.Stage, N: int, args: argparse.Namespace, marked: bool | None):
         q, k, v = random_inputs(N, args)
         o, lse = forward_outputs(q, v)
-        self.tiles = stage.tiles(args.head_dim, flash.shared_memory_per_block(args.device),
-                                 args.batch * args.H * N, args.causal)
+        rows = args.batch * args.H * N if args.device.type == "cuda" else MANY_ROWS
+        self.tiles = stage.tiles(args.head_dim, flash.shared_memory_per_block(args.device), rows, args.causal)
         self._tensors = {"Q": q, "K": k, "V": v, "O": o, "L": lse}
         macros = {} if marked is None else {"TIMELINE_FILE": FILE, "TIMELINE_IN_FLIGHT": str(int(marked))}
         token = more_macros.set(macros)
@@ -80,32 +82,30 @@ class Run:
         self._plan.launch(*self._tensors.values())
 
     def marks(self) -> numpy.ndarray:
-        """Of one launch: (BLOCKS, WARPS, MOST_MARKS) of RECORD.
+        """Of one launch: a BUFFER.
 
         Raises:
             RuntimeError: for an error of the launch, or if timeline.cuh and marks.py differ.
         """
-        symbols = self._plan.library.symbols
-        records = numpy.zeros((BLOCKS, WARPS, MOST_MARKS), RECORD)
+        symbols, buffer = self._plan.library.symbols, numpy.zeros((), BUFFER)
         size_of, clear, copy_to = (symbols[f"flash_timeline_{name}"] for name in ("bytes", "clear", "read"))
         size_of.restype, clear.restype, copy_to.restype = ctypes.c_size_t, ctypes.c_char_p, ctypes.c_char_p
-        if size_of() != records.nbytes:
-            raise RuntimeError("the marks in timeline.cuh and their twins in marks.py differ: make them the same")
-        for do in (clear, self, lambda: copy_to(ctypes.c_void_p(records.ctypes.data))):
+        if size_of() != buffer.nbytes:
+            raise RuntimeError("struct Marks in timeline.cuh and BUFFER in marks.py differ: make them the same")
+        for do in (clear, self, lambda: copy_to(ctypes.c_void_p(buffer.ctypes.data))):
             if error := do():
                 raise RuntimeError(f"{self._plan.stage}: {error.decode()}")
             if self._device.type == "cuda":
                 torch.cuda.synchronize(self._device)
-        return records
+        return buffer
 
 
 def simulated(stage: flash.Stage, N: int, args: argparse.Namespace) -> dict:
     """What the model makes of a run in the simulator: spans in steps."""
     run = Run(stage, N, args, marked=True)
-    d, Br, Bc = args.head_dim, run.tiles["Br"], run.tiles["Bc"]
-    k_steps = math.ceil(d / 16)
-    block = in_steps(read(run.marks(), stage.path), k_steps * Bc // 16, Bc // 16 * k_steps)
-    return result(block) | {"unit": "steps", "note": SIMULATED, "tiles": run.tiles, "Br": Br}
+    of_product = math.ceil(args.head_dim / 16) * run.tiles["Bc"] // 16
+    block = in_steps(read(run.marks(), stage.path), of_product)
+    return result(block) | {"unit": "steps", "note": SIMULATED, "tiles": run.tiles}
 
 
 def measured(stage: flash.Stage, N: int, args: argparse.Namespace) -> dict:
@@ -120,11 +120,11 @@ def measured(stage: flash.Stage, N: int, args: argparse.Namespace) -> dict:
     return of_marks(chosen.marks(), stage, in_flight) | {"ms": ms, "tiles": chosen.tiles}
 
 
-def of_marks(records: numpy.ndarray, stage: flash.Stage, in_flight: bool) -> dict:
-    """Marks with times, as a result."""
-    times = numpy.unique(records["nanoseconds"][records["line"] > 0])
-    clock = int(numpy.diff(times).min()) if len(times) > 1 else 0
-    block = from_zero(read(records, stage.path))
+def of_marks(buffer: numpy.ndarray, stage: flash.Stage, in_flight: bool) -> dict:
+    """Marks with times, as a result. clock_ns: the least time between two of them."""
+    block = from_zero(read(buffer, stage.path))
+    times = sorted({mark.time for marks in block.lanes.values() for mark in marks})
+    clock = min((int(after - before) for before, after in itertools.pairwise(times)), default=0)
     note = f"{ON_GPU if in_flight else SPARSE} The clock moves on by {clock} ns at a time."
     return result(block) | {"unit": "ns", "note": note, "multiprocessor": block.multiprocessor,
                             "in_flight": in_flight, "clock_ns": clock}

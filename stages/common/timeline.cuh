@@ -26,11 +26,12 @@ namespace timeline {
 
 // bench/marks.py has the same numbers, kinds and struct.
 constexpr int blocks = 4, warps = 20, most_marks = 2048;     // that are kept: of the first blocks, and warps
+constexpr unsigned most_steps = 4096;      // steps of a ring are told apart
 
 enum Kind : uint8_t {        //                                                    amount
   WAIT,                      // begin, end     for bytes of a tile                 begin: step of the ring
-  EMPTY,                     // begin, end     for a buffer of a ring              begin: step; end: buffers
-  COPY,                      // point          copies are asked for                bytes
+  EMPTY,                     // begin, end     for one of a ring's buffers         begin: step, buffers
+  COPY,                      // point          copies are asked for; ends EMPTY    bytes / 16
   RELEASE,                   // point          a buffer is given back              step
   TURN,                      // begin, end     for this warpgroup's turn
   END_TURN,                  // point          the next one's turn begins
@@ -43,14 +44,15 @@ enum Kind : uint8_t {        //                                                 
 };
 enum Side : uint8_t { BEGIN, END, POINT };
 
-struct alignas(16) Mark {
-  uint64_t nanoseconds;
-  uint32_t multiprocessor_and_amount;      // from bit 20 on; below it
-  uint16_t line;                           // of the stage's file; 0: no mark
-  Kind kind;
-  Side side;
+struct Mark {
+  uint32_t nanoseconds;                    // the time's lower half
+  uint32_t what;                           // line, kind, side, amount: 10, 4, 2 and 16 bits; 0: no mark
 };
-__device__ Mark marks[blocks][warps][most_marks];
+struct Marks {
+  Mark of_warps[blocks][warps][most_marks];
+  uint32_t multiprocessors[blocks];
+};
+__device__ Marks marks;
 
 // How many marks each warp has left. The last bit but the sign: a product of its warpgroup is under way
 __device__ __forceinline__ unsigned* states() {
@@ -59,8 +61,14 @@ __device__ __forceinline__ unsigned* states() {
 }
 constexpr unsigned in_flight = 1u << 30;
 
-__device__ __forceinline__ void clear_states() {
+// By one thread, before a barrier of the block
+__device__ __forceinline__ void begin() {
   for (int warp = 0; warp < warps; warp++) states()[warp] = 0;
+#ifdef __CUDACC__
+  uint32_t multiprocessor;
+  asm("mov.u32 %0, %%smid;" : "=r"(multiprocessor));
+  if (blockIdx.x < blocks) marks.multiprocessors[blockIdx.x] = multiprocessor;
+#endif
 }
 
 __device__ __forceinline__ void set_in_flight(bool flies) {
@@ -74,13 +82,11 @@ __device__ __forceinline__ void mark(Kind kind, Side side, int line, unsigned am
   if (threadIdx.x % 32 > 0 || blockIdx.x >= blocks || warp >= warps) return;
   const unsigned state = states()[warp], n = state & ~in_flight;
   if (n >= most_marks || (!TIMELINE_IN_FLIGHT && (state & in_flight))) return;
-  uint64_t now = 0;
-  uint32_t multiprocessor = 0;
+  uint32_t now = 0;
 #ifdef __CUDACC__
-  asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(now) :: "memory");
-  asm("mov.u32 %0, %%smid;" : "=r"(multiprocessor));
+  asm volatile("mov.u32 %0, %%globaltimer_lo;" : "=r"(now) :: "memory");
 #endif
-  marks[blockIdx.x][warp][n] = {now, multiprocessor << 20 | amount, uint16_t(line), kind, side};
+  marks.of_warps[blockIdx.x][warp][n] = {now, uint32_t(line) << 22 | kind << 18 | side << 16 | amount};
   states()[warp] = state + 1;
 }
 
@@ -92,26 +98,26 @@ struct Ring : ::Ring<buffers, rows> {
 
   __device__ __forceinline__ void init(int warps) const {
     Unmarked::init(warps);
-    if (threadIdx.x == 0) clear_states();
+    if (threadIdx.x == 0) begin();
   }
   __device__ __forceinline__ void wait_until_empty(unsigned step, int line = __builtin_LINE()) const {
-    mark(EMPTY, BEGIN, line, step);
+    mark(EMPTY, BEGIN, line, step % most_steps | buffers * most_steps);
     Unmarked::wait_until_empty(step);
-    mark(EMPTY, END, line, buffers);
+    mark(EMPTY, END, line);
   }
   __device__ void fill(const CUtensorMap& map, unsigned step, int row, int head, int batch,
                        int line = __builtin_LINE()) const {
-    wait_until_empty(step, line);
+    mark(EMPTY, BEGIN, line, step % most_steps | buffers * most_steps);
     Unmarked::fill(map, step, row, head, batch);
-    mark(COPY, POINT, line, Unmarked::bytes);
+    mark(COPY, POINT, line, Unmarked::bytes / 16);
   }
   __device__ __forceinline__ void wait_until_full(unsigned step, int line = __builtin_LINE()) const {
-    mark(WAIT, BEGIN, line, step);
+    mark(WAIT, BEGIN, line, step % most_steps);
     Unmarked::wait_until_full(step);
     mark(WAIT, END, line);
   }
   __device__ __forceinline__ void release(unsigned step, int line = __builtin_LINE()) const {
-    mark(RELEASE, POINT, line, step);
+    mark(RELEASE, POINT, line, step % most_steps);
     Unmarked::release(step);
   }
   __device__ __forceinline__ void pass(unsigned step, int line = __builtin_LINE()) const {
@@ -141,13 +147,13 @@ struct Turns : ::Turns<warpgroups> {
 
 __device__ __forceinline__ void mbarrier_init(uint64_t* barrier, int arrivals) {
   ::mbarrier_init(barrier, arrivals);
-  clear_states();
+  begin();
 }
 
 __device__ __forceinline__ void mbarrier_arrive_expect(uint64_t* barrier, int bytes,
                                                        int line = __builtin_LINE()) {
   ::mbarrier_arrive_expect(barrier, bytes);
-  mark(COPY, POINT, line, bytes);
+  mark(COPY, POINT, line, bytes / 16);
 }
 
 __device__ __forceinline__ void mbarrier_wait(uint64_t* barrier, int parity, int line = __builtin_LINE()) {
@@ -241,7 +247,7 @@ extern "C" const char* flash_timeline_clear() {
   if (error == cudaSuccess) error = cudaMemset(marks, 0, sizeof(timeline::marks));
   return error == cudaSuccess ? nullptr : cudaGetErrorString(error);
 #else
-  return memset(timeline::marks, 0, sizeof(timeline::marks)), nullptr;
+  return memset(&timeline::marks, 0, sizeof(timeline::marks)), nullptr;
 #endif
 }
 
@@ -250,7 +256,7 @@ extern "C" const char* flash_timeline_read(void* to) {
   const cudaError_t error = cudaMemcpyFromSymbol(to, timeline::marks, sizeof(timeline::marks));
   return error == cudaSuccess ? nullptr : cudaGetErrorString(error);
 #else
-  return memcpy(to, timeline::marks, sizeof(timeline::marks)), nullptr;
+  return memcpy(to, &timeline::marks, sizeof(timeline::marks)), nullptr;
 #endif
 }
 
