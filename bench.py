@@ -4,6 +4,7 @@
     python bench.py --stages naive,flash2 --seqlens 512,1024 --heads 8:2 --no-causal --out build/mine
     python bench.py --stages flash2,mine.cuh           # a file of your own beside it, in every mode
     python bench.py --rungs                            # what each rung gives: TFLOP/s as a staircase
+    python bench.py --timeline --stages overlap,seamless      # what the warps of a block do side by side
     python bench.py --pass bwd                         # the gradients; fwd+bwd: both passes; all: all three
     python bench.py --mask window:1024                 # a mask, beside flex_attention and SDPA; also a&b
     python bench.py --varlen --head-dim 128            # packed sequences of mixed lengths beside one shape

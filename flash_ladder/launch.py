@@ -195,14 +195,15 @@ def _failure(subject: Stage | str, text: str) -> RuntimeError:
 
 
 # With which every stage is compiled here: marks, for bench.py --timeline
-more_macros: contextvars.ContextVar[dict[str, str | Path]] = contextvars.ContextVar("macros", default={})
+more_macros: contextvars.ContextVar[dict[str, str | Path] | None]
+more_macros = contextvars.ContextVar("more_macros", default=None)
 _libraries: dict[tuple, Library] = {}  # by stage's file, macros, target, debug, checker
 
 
 def load(stage: Stage, macros: dict[str, str | Path], device: torch.device) -> Library:
     """The stage compiled for a device; compiled anew if its files have changed."""
     target = torch.cuda.get_device_capability(device) if device.type == "cuda" else "cpu"
-    report, macros = current_report(), macros | more_macros.get()
+    report, macros = current_report(), macros | (more_macros.get() or {})
     key = (stage.path, tuple(macros.items()), target, debug(), report and report.runtime)
     library = _libraries.get(key)
     if library is None or not library.files.are_unchanged():

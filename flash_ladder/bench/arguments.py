@@ -163,6 +163,9 @@ def set_defaults(args: argparse.Namespace) -> None:
     """Set what is not given and depends on the device; check what goes together."""
     if args.line and not args.inspect:
         raise ValueError("--line: goes with --inspect")
+    for other in ("rungs", "varlen", "decode"):
+        if args.timeline and getattr(args, other):
+            raise ValueError(f"--timeline: draws calls of attention(), and takes no --{other}")
     if args.rungs:
         options = ("inspect", "sweep", "markdown", "seqlens", "batch", "heads", "head_dim", "causal",
                    "mask", "checkpoint", "preset")
@@ -238,8 +241,10 @@ def set_timeline_defaults(args: argparse.Namespace) -> None:
 
 def for_timeline(args: argparse.Namespace) -> argparse.Namespace:
     """With the stages that leave marks, or those that are asked for."""
-    asked, args = args.stages, for_pass("fwd", args)
-    if asked:
+    asked = (args.stages or "").split(",")
+    check_stages([stage for stage in flash.stages("fwd") if stage.name in asked])   # whatever their types
+    args = for_pass("fwd", args)
+    if asked != [""]:
         check_stages(args.stages)
     args.stages = [stage for stage in args.stages if has_marks(stage)]
     if not args.stages:

@@ -24,15 +24,16 @@ COLOURS = {"product": ("#1b7837", "#7fbf7b", "#4d9221", "#a6dba0"), "copy": ("#2
            "store": ("#8c510a",), "wait": ("#d0d0d0",), "empty": ("#d0d0d0",), "finish": ("#a8a8a8",),
            "turn": ("#9970ab",), "barrier": ("#bdbdbd",)}
 WHAT = {"product": "products", "copy": "copies", "softmax": "softmax", "maximum": "softmax",
-        "exponential": "softmax", "store": "stores of O", "wait": "waits for a tile", "empty": "waits for a buffer",
-        "finish": "waits for products", "turn": "waits for its turn", "barrier": "waits for the block"}
+        "exponential": "softmax", "store": "stores of O", "wait": "waits for a tile",
+        "empty": "waits for a buffer", "finish": "waits for products", "turn": "waits for its turn",
+        "barrier": "waits for the block"}
 SHOWN = {"steps": 2000, "ns": 30_000}       # as much of the time as is legible
 BAR = 0.78           # of a row's height
 NARROW = {"steps": 30, "ns": 450}           # no number in a bar below it
 
 
 def draw(data: dict, file: Path) -> None:
-    """One row for what a warp does itself, one for what goes on beside it; the longest time that is legible."""
+    """One row for what a warp does itself, one for what goes on beside it; as much time as is legible."""
     unit = data["unit"]
     spans = [span for span in (Span(*each) for each in data["spans"]) if span.start < SHOWN[unit]]
     rows = list(dict.fromkeys((span.lane, span.row) for span in sorted(spans, key=_order)))
@@ -50,7 +51,7 @@ def draw(data: dict, file: Path) -> None:
     end = max(span.end for span in spans)
     axes.set_xlim(0, min(end, SHOWN[unit]))
     axes.set_ylim(len(rows) - 0.5, -0.5)
-    axes.set_xlabel("steps of the model, not time: one is a product of 64 x 16 x 16 on the tensor cores"
+    axes.set_xlabel("steps of the model: one is a product of 64 x 16 x 16 on the tensor cores"
                     if unit == "steps" else "time (ns)")
     axes.spines[["top", "right"]].set_visible(False)
     axes.tick_params(axis="y", length=0)
@@ -93,7 +94,9 @@ def _key(span: Span) -> tuple[str, str]:
 
 
 def _colours(spans: list[Span]) -> dict[tuple[str, str], str]:
-    keys = sorted({_key(span) for span in spans}, key=lambda key: (key[0], re.search("_O|P ?V", key[1]) is not None, key))
+    def order(key: tuple[str, str]) -> tuple:     # S before O
+        return key[0], re.search("_O|P ?V", key[1]) is not None, key
+    keys = sorted({_key(span) for span in spans}, key=order)
     found, used = {}, dict.fromkeys(COLOURS, 0)
     for kind, label in keys:
         found[kind, label] = COLOURS[kind][used[kind] % len(COLOURS[kind])]

@@ -30,7 +30,7 @@ SOFTMAX = ("maximum", "exponential", "softmax")
 WARPGROUP = 4        # warps; of each the first one is shown
 # What a line calls, by the kind of its mark; the object before the dot is part of the name
 CALLS = {"wait": r"[\w.]*\b(?:wait_until_full|pass|mbarrier_wait)\b",
-         "empty": r"\w+\.(?:fill|wait_until_empty)\b", "copy": r"\w+\.fill\b|\bload_\w+|\bmbarrier_arrive_expect\b",
+         "empty": r"\w+\.(?:fill|wait_until_empty)\b", "copy": r"\w+\.fill\b|\bmbarrier_arrive_expect\b",
          "turn": r"\w+\.wait\b", "product": r"\bwgmma_(?:QK|PV)\b", "finish": r"\bwgmma_wait\b",
          "maximum": r"\bmaximum_step\b", "exponential": r"\bexponentials\b", "softmax": r"\bsoftmax_step\b",
          "store": r"\bstore_(?:rows|panels)\b"}
@@ -153,9 +153,8 @@ def with_mma(marks: list[Mark]) -> list[Mark]:
     """With the products of a stage that has mma.sync, which leave no marks: from a barrier to the softmax,
     and from there to what comes next. They are done where they stand."""
     made: list[Mark] = []
-    for mark, after in itertools.pairwise([*marks, None]):
+    for mark, following in zip(marks, [*marks[1:], marks[-1]], strict=True):
         made.append(mark)
-        following = after or mark
         if (mark.kind == "barrier" and len(made) > 1) or (mark.kind, mark.side) == ("softmax", END):
             label = "S, by mma.sync" if mark.kind == "barrier" else "P V, by mma.sync"
             made += [Mark("product", POINT, label, time=mark.time),

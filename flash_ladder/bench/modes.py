@@ -1,4 +1,4 @@
-"""What bench.py does: a comparison, --inspect, --sweep."""
+"""What bench.py does: a comparison, --inspect, --sweep; the other modes have modules of their own."""
 
 from __future__ import annotations
 

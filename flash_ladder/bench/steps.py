@@ -4,9 +4,9 @@ The simulator runs one thread at a time, so its own clock says nothing of what g
 does know is what each warp does in which order, and what for: which tile it waits for, which products it has
 issued. That is laid out in steps. A step is what the tensor cores take for a product of 64 x 16 x 16, 8
 cycles of an H100 at its peak. They do one group of products at a time, in the order of issue; so does the
-copy engine with tiles. Each warpgroup takes its time for exponentials and maxima, whatever the others do. All
-else takes none: barriers, the mask, rounding, rescaling. So a picture shows which waits there are and what
-can overlap, not how long a GPU takes.
+copy engine with tiles. Warpgroups that are at their softmax at the same time share what makes exponentials.
+All else takes no time: barriers, the mask, rounding, rescaling. So a picture shows which waits there are and
+what can overlap, not how long a GPU takes.
 """
 
 from __future__ import annotations
@@ -17,12 +17,18 @@ from dataclasses import dataclass, field, replace
 from .marks import END, SOFTMAX, Block, Mark, Span
 
 ROWS = 64                # of a warpgroup's tile of S
-# 989 TFLOP/s of products and 3.9 of exponentials (H100: FlashAttention-3, section 2.2): 64 * 16 * 16 products,
-# of two operations, take as long as so many exponentials
+# 989 TFLOP/s of products and 3.9 of exponentials (H100: FlashAttention-3, section 3.1): 64 * 16 * 16
+# products, of two operations each, take as long as so many exponentials
 EXPONENTIALS = 128
 MAXIMA = 512             # four elements in the time of an exponential: what all lanes of a multiprocessor do
 # Half as long for a tile of 128 x 128 as the two warpgroups' products with it: nothing waits for copies alone
 COPIED_BYTES = 512
+
+
+def _steps_of(mark: Mark) -> float:
+    """What a warpgroup's softmax takes, or one of its two parts, of a tile of so many columns."""
+    scores = ROWS * mark.amount
+    return (mark.kind != "exponential") * scores / MAXIMA + (mark.kind != "maximum") * scores / EXPONENTIALS
 
 
 @dataclass
@@ -33,8 +39,8 @@ class _Lane:
     now: float = 0.0
     timed: list[Mark] = field(default_factory=list)
     groups: list[float] = field(default_factory=list)      # of products: when each is done
-    begun: dict[str, Mark] = field(default_factory=dict)
     counted: dict[str, int] = field(default_factory=lambda: defaultdict(int))
+    softmax: float | None = None                           # steps that are left of it, if it is under way
 
     @property
     def next(self) -> Mark:
@@ -54,6 +60,7 @@ class Model:
         has = {name: {mark.kind for mark in marks} for name, marks in block.lanes.items()}
         self._warpgroups = [name for name in block.lanes if "product" in has[name]]
         self._tensor_cores = self._engine = 0.0            # when they are free
+        self._shared_at = 0.0                              # up to when what is left of softmaxes counts
         self._busy: list[Span] = []
         self._arrived: dict[tuple, float] = {}             # by ring and step: when the tile is there
         self._released: dict[tuple, dict[str, float]] = defaultdict(dict)
@@ -76,7 +83,8 @@ class Model:
         """
         while True:
             waiting = [lane for lane in self._lanes.items() if not lane[1].is_done]
-            able = [(name, lane, at) for name, lane in waiting if (at := self._time_of_next(name)) is not None]
+            able = [(name, lane, at) for name, lane in waiting
+                    if (at := self._time_of_next(name)) is not None]
             if not able:
                 break
             name, lane, at = min(able, key=lambda each: each[2])
@@ -98,14 +106,24 @@ class Model:
             return max(there.values()) if all_there else None
         if mark.side != END:
             return lane.now
-        if mark.kind in SOFTMAX:
-            scores = ROWS * mark.amount
-            return (lane.now + (mark.kind != "exponential") * scores / MAXIMA
-                    + (mark.kind != "maximum") * scores / EXPONENTIALS)
+        if mark.kind in SOFTMAX:     # if no other begins or ends before
+            assert lane.softmax is not None
+            return self._shared_at + lane.softmax * len(self._sharing())
         needed = {"wait": self._tile, "empty": self._buffer, "turn": self._turn, "finish": self._products,
                   "store": lambda name, mark: lane.now + 2 * ROWS * mark.amount / COPIED_BYTES}[mark.kind]
         at = needed(name, mark)
         return None if at is None else max(lane.now, at)
+
+    def _sharing(self) -> list[_Lane]:
+        return [lane for lane in self._lanes.values() if lane.softmax is not None]
+
+    def _share_until(self, at: float) -> None:
+        """Each that is at its softmax has had its part of the time since the last call."""
+        sharing = self._sharing()
+        for lane in sharing:
+            assert lane.softmax is not None
+            lane.softmax -= (at - self._shared_at) / len(sharing)
+        self._shared_at = at
 
     def _tile(self, name: str, mark: Mark) -> float | None:
         key = mark.ring, mark.step
@@ -150,6 +168,9 @@ class Model:
             self._released[mark.ring, mark.step][name] = at
         elif mark.kind == "end of turn":
             self._turns[name].append(at)
+        elif mark.kind in SOFTMAX:
+            self._share_until(at)
+            lane.softmax = _steps_of(mark) if mark.side != END else None
         if mark.kind == "barrier" or (mark.kind, mark.side) == ("turn", END):
             lane.counted[mark.kind] += 1
         lane.timed.append(replace(mark, time=at, until=until))

@@ -1,5 +1,5 @@
-"""bench.py --timeline: what the warps of a block do side by side, from the marks that a stage leaves when it is
-compiled with stages/common/timeline.cuh."""
+"""bench.py --timeline: what the warps of a block do side by side, from the marks that a stage leaves when
+it is compiled with stages/common/timeline.cuh."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def has_marks(stage: flash.Stage) -> bool:
 def check_stages(stages: list[flash.Stage]) -> None:
     """Raise ValueError for a stage that leaves no marks."""
     if without := [stage for stage in stages if not has_marks(stage)]:
-        able = ", ".join(stage.name for stage in flash.stages("fwd") if has_marks(stage))
+        able = ",".join(stage.name for stage in flash.stages("fwd") if has_marks(stage))
         raise ValueError(f"--timeline: {without[0].name} leaves no marks; those from tma on do, whose copies "
                          f"and products are asynchronous: --stages {able}")
 
@@ -68,8 +68,9 @@ class Run:
         o, lse = forward_outputs(q, v)
         rows = args.batch * args.H * N if args.device.type == "cuda" else MANY_ROWS
         self.tiles = stage.tiles(args.head_dim, flash.shared_memory_per_block(args.device), rows, args.causal)
-        self._tensors = {"Q": q, "K": k, "V": v, "O": o, "L": lse}
-        macros = {} if marked is None else {"TIMELINE_FILE": FILE, "TIMELINE_IN_FLIGHT": str(int(marked))}
+        self._tensors: dict[str, torch.Tensor | None] = {"Q": q, "K": k, "V": v, "O": o, "L": lse}
+        macros: dict[str, str | Path] = {} if marked is None else {
+            "TIMELINE_FILE": FILE, "TIMELINE_IN_FLIGHT": str(int(marked))}
         token = more_macros.set(macros)
         try:
             self._plan = Plan(stage, self.tiles, False, 0 if args.causal else None,
@@ -91,7 +92,8 @@ class Run:
         size_of, clear, copy_to = (symbols[f"flash_timeline_{name}"] for name in ("bytes", "clear", "read"))
         size_of.restype, clear.restype, copy_to.restype = ctypes.c_size_t, ctypes.c_char_p, ctypes.c_char_p
         if size_of() != buffer.nbytes:
-            raise RuntimeError("struct Marks in timeline.cuh and BUFFER in marks.py differ: make them the same")
+            raise RuntimeError("struct Marks in timeline.cuh and BUFFER in marks.py differ: make them "
+                               "the same")
         for do in (clear, self, lambda: copy_to(ctypes.c_void_p(buffer.ctypes.data))):
             if error := do():
                 raise RuntimeError(f"{self._plan.stage}: {error.decode()}")
