@@ -26,6 +26,7 @@ from simulated import (  # noqa: E402, F401 - by their names in PARTS
     planted_bugs,
     sampled_mutants,
     stage_mutants,
+    timelines,
     traffic,
 )
 
@@ -369,7 +370,7 @@ def lessons() -> str:
 PARTS = ("ladder", "speed", "lessons", "host", "rungs", "results", "backward", "ratios", "long", "results16",
          "backward16", "ratios16", "measured_masks", "measured_dropout", "measured_varlen", "measured_decode",
          "measured_models", "finding", "traffic", "counts", "conflicts", "planted_bugs", "stage_mutants",
-         "sampled_mutants")
+         "sampled_mutants", "timelines")
 
 
 def updated(texts: dict[str, str]) -> dict[str, str]:

@@ -20,7 +20,7 @@ import sanitized_mutants  # noqa: E402
 from counts import differences  # noqa: E402
 
 import flash  # noqa: E402
-from flash_ladder.bench import report  # noqa: E402
+from flash_ladder.bench import report, timeline  # noqa: E402
 
 RESULTS = ROOT / "results"
 
@@ -54,6 +54,19 @@ def traffic() -> str:
     origin = (f"{report.title(data)}, N={N}, counted by `python bench.py --seqlens {seqlens}` without "
               f"a GPU. Counting takes {min(slower):.0f} to {max(slower):.0f} times as long as the same call "
               "in the simulator without it.")
+    return "\n".join([*lines, "", origin])
+
+
+def timelines() -> str:
+    """What the model of a multiprocessor makes of the rungs from tma on: `bench.py --timeline`."""
+    found = {file.stem.removeprefix("timeline_"): json.loads(file.read_text())
+             for file in (RESULTS / "cpu" / "timeline").glob("*.json")}
+    all_data = [found[stage.name] for stage in flash.stages("fwd") if stage.name in found]
+    header, *rows = timeline.rows(all_data)
+    lines = [f"| {' | '.join(row)} |" for row in (header, ["---", *["---:"] * (len(header) - 1)], *rows)]
+    origin = (f"{report.title(all_data[0])}, N={all_data[0]['shape']['N']}, a block alone on its "
+              "multiprocessor, in the simulator: `python bench.py --timeline --out results/cpu/timeline`. "
+              f"{all_data[0]['note']}")
     return "\n".join([*lines, "", origin])
 
 

@@ -47,12 +47,14 @@ BUILDS = [pytest.param(stage, asked, architecture,
 
 
 def compile_stage(stage: flash.Stage, architecture: str, d: int, causal: bool, folder, dtype=None,
-                  deterministic=False, output=("-cubin",), page_size=None, varlen=False, **tiles) -> str:
+                  deterministic=False, output=("-cubin",), page_size=None, varlen=False, more=None,
+                  **tiles) -> str:
     """What nvcc and ptxas print. Fails on errors. Writes stage.out: by default the GPU code alone."""
     tiles = stage.default_tiles(d) | tiles
     macros = flash.definitions(stage, dtype or stage.dtypes[0], d, causal, tiles, deterministic,
                                kv_cache=page_size is not None, page_size=page_size or 0, varlen=varlen)
-    macros |= {name: f'"{macros[name]}"' for name in ("STAGE_FILE", "MASK_FILE")}
+    macros |= more or {}
+    macros |= {name: f'"{value}"' for name, value in macros.items() if isinstance(value, Path)}
     code = f"-gencode=arch={architecture.replace('sm', 'compute')},code={architecture}"
     done = subprocess.run(
         [NVCC, *output, "-std=c++17", "-O3", code, f"-I{flash.ROOT}", f"-I{flash.STAGES}",

@@ -106,7 +106,7 @@ def _colours(spans: list[Span]) -> dict[tuple[str, str], str]:
 
 def _name_rows(axes: Axes, rows: list[tuple[str, str]]) -> None:
     names = {"products": "products under way", "copies": "copies under way"}
-    labels = [lane if row == "tensor cores" else f"{lane}: {names.get(row, row)}" for lane, row in rows]
+    labels = ["tensor cores, for warpgroup n" if row == "tensor cores" else f"{lane}: {names.get(row, row)}" for lane, row in rows]
     axes.set_yticks(range(len(rows)), labels, fontsize=9)
     for y in range(1, len(rows)):
         if rows[y][0] != rows[y - 1][0]:

@@ -1,0 +1,340 @@
+"""bench.py --timeline: marks in a stage, the model that gives them times, what is drawn of them."""
+
+import argparse
+import json
+import re
+import subprocess
+
+import numpy
+import pytest
+import torch
+from test_nvcc import NVCC, SERIALISED, WHY_NOT, compile_stage
+
+import flash
+from flash_ladder import ahead, launch
+from flash_ladder.bench import chart, marks, modes, steps, timeline
+from flash_ladder.bench.marks import BEGIN, END, POINT, Block, Mark, Source, Span
+
+STAGES = {stage.name: stage for stage in flash.stages("fwd") if timeline.has_marks(stage)}
+needs_nvcc = pytest.mark.skipif(NVCC is None, reason=WHY_NOT)
+# Bytes that the producer spills for its marks: it has 24 registers there
+SPILLED = {"seamless": 8, "early_wait": 8}
+
+
+@pytest.fixture(autouse=True)
+def no_gpu(monkeypatch):
+    monkeypatch.setattr(flash, "default_device", lambda: torch.device("cpu"))
+
+
+# ------------------------------------------------------------------------------------------ the marks in CUDA
+def test_every_hopper_stage_leaves_marks():
+    assert list(STAGES)[:4] == ["tma", "wgmma", "warp_specialized", "overlap"]
+    assert all(stage.needs.startswith("sm_90") for stage in STAGES.values())
+
+
+@needs_nvcc
+@pytest.mark.parametrize("stage", STAGES.values(), ids=STAGES)
+def test_compiles_with_marks(stage, tmp_path):
+    """Marks everywhere, in one stage not where products are under way: ptxas serialises none, and spills
+    nothing but a few bytes of two producers. Of one stage the host's code, too."""
+    more = {"TIMELINE_FILE": timeline.FILE, "TIMELINE_IN_FLIGHT": str(int(stage.name != "lazy_rescale"))}
+    output = ("-c", "-Xcompiler", "-fPIC") if stage.name == "tma" else ("-cubin",)
+    report = compile_stage(stage, "sm_90a", 128, True, tmp_path, torch.bfloat16, more=more, output=output)
+    assert SERIALISED not in report, report
+    spilled = max(map(int, re.findall(r"(\d+) bytes spill stores", report)))
+    assert spilled <= SPILLED.get(stage.name, 0) and (spilled or "warning" not in report), report
+    made = (tmp_path / "stage.out").read_bytes()
+    assert b"8timeline5marks" in made       # the buffer
+    assert stage.name != "tma" or all(f"flash_timeline_{name}".encode() in made
+                                      for name in ("bytes", "clear", "read"))
+
+
+@needs_nvcc
+def test_without_the_flag_nothing_is_marked(tmp_path):
+    """The compiler gets the same text as if flash_fwd.cu had no such lines."""
+    source = flash.ROOT / "flash_fwd.cu"
+    without = tmp_path / "flash_fwd.cu"
+    text = source.read_text()
+    without.write_text(re.sub(r"#ifdef TIMELINE_FILE.*?#endif\n", "", text, flags=re.S))
+    assert without.read_text() != text
+    stage, code = STAGES["pingpong"], []
+    macros = flash.definitions(stage, torch.bfloat16, 64, False, stage.default_tiles(64))
+    defines = [f'-D{name}="{x}"' if "FILE" in name else f"-D{name}={x}" for name, x in macros.items()]
+    for file in (source, without):
+        done = subprocess.run([NVCC, "-E", "-std=c++17", "-arch=compute_90a", f"-I{flash.ROOT}", *defines,
+                               file], capture_output=True, text=True, check=True)
+        code.append([line for line in done.stdout.splitlines() if line and not line.startswith("#")])
+    assert code[0] == code[1] and any("forward_kernel" in line for line in code[0])
+
+
+@pytest.mark.parametrize("stage, kind, call, label, ring", [
+    ("tma", "wait", "mbarrier_wait(", "mbarrier_wait", ""),
+    ("tma", "copy", "mbarrier_arrive_expect(", "load_tiles", ""),
+    ("wgmma", "product", "wgmma_PV(", "wgmma_PV", ""),
+    ("warp_specialized", "copy", "V_smem.fill(", "V_smem.fill", "V"),
+    ("warp_specialized", "empty", "K_smem.fill(", "K_smem.fill", "K"),
+    ("overlap", "product", "wgmma_QK<", "multiply_S", "K"),
+    ("overlap", "softmax", "softmax_step(", "softmax", ""),
+    ("overlap", "wait", "V_smem.wait_until_full(", "V_smem.wait_until_full", "V"),
+    ("pingpong", "turn", "turns.wait(", "turns.wait", ""),
+    ("hopper_tuned", "maximum", "maximum_step(", "maximum", ""),
+    ("hopper_tuned", "exponential", "exponentials(", "exponential", ""),
+    ("hopper_tuned", "wait", "V_smem.pass(", "V_smem.pass", "V"),
+    ("hopper_tuned", "finish", "wgmma_wait<0>", "wgmma_wait", ""),
+    ("hopper_tuned", "store", "store_panels(", "store_panels", ""),
+])
+def test_labels_are_the_stages_own_words(stage, kind, call, label, ring):
+    path = STAGES[stage].path
+    line = next(n for n, text in enumerate(path.read_text().splitlines(), 1)
+                if call in text.split("//")[0])
+    source = Source(path)
+    assert (source.label(kind, line), source.ring(line)) == (label, ring)
+
+
+# ------------------------------------------------------------------------------------------ the model
+def lane(*all_marks):
+    """Marks in short: (kind, side, amount, ring and step)."""
+    made = []
+    for kind, side, amount, tile in all_marks:
+        ring, step = (tile[0], int(tile[1:])) if tile else ("", 0)
+        made.append(Mark(kind, side, kind, amount, ring, step))
+    return made
+
+
+def product(amount, left=0):
+    """A group of products, and the wait for it."""
+    return ("product", POINT, amount, ""), ("finish", BEGIN, left, ""), ("finish", END, left, "")
+
+
+def softmax(columns=128):
+    return ("softmax", BEGIN, columns, ""), ("softmax", END, columns, "")
+
+
+def run(**lanes):
+    """The spans of a model, by lane, row and kind: (start, end)."""
+    found = {}
+    for span in marks.spans(steps.in_steps(Block(lanes))):
+        found.setdefault((span.lane, span.row, span.kind), []).append((span.start, span.end))
+    return found
+
+
+def test_tensor_cores_do_one_group_at_a_time():
+    found = run(a=lane(*product(64)), b=lane(*product(32), *product(8)))
+    assert found["tensor cores", "tensor cores", "product"] == [(0, 64), (64, 96), (96, 104)]
+    assert found["a", "products", "product"] == [(0, 64)]
+    assert found["b", "products", "product"] == [(0, 96), (96, 104)]
+    assert found["b", "work", "finish"] == [(0, 96), (96, 104)]
+
+
+def test_a_softmax_under_a_product():
+    """wgmma_wait<1> waits for the first group alone: the softmax runs beside the second."""
+    found = run(a=lane(("product", POINT, 64, ""), ("product", POINT, 64, ""), ("finish", BEGIN, 1, ""),
+                       ("finish", END, 1, ""), *softmax(), ("finish", BEGIN, 0, ""), ("finish", END, 0, "")))
+    assert found["a", "work", "softmax"] == [(64, 144)]
+    assert found["a", "products", "product"] == [(0, 64), (0, 128)]
+
+
+def test_softmaxes_share_what_makes_exponentials():
+    """The first has 40 of its 80 steps alone; then both have half."""
+    found = run(a=lane(*softmax()), b=lane(*product(40), *softmax(64)))
+    assert found["b", "work", "softmax"] == [(40, 120)] and found["a", "work", "softmax"] == [(0, 120)]
+
+
+def test_rings():
+    """A copy waits for the buffer, a wait for the copy, of its own step."""
+    ask = [mark for tile in ("K0", "K1", "K2") for mark in (
+        ("empty", BEGIN, 0, tile), ("empty", END, 2, tile), ("copy", POINT, 51200, tile))]
+    use = [mark for tile in ("K0", "K1", "K2") for mark in (
+        ("wait", BEGIN, 0, tile), ("wait", END, 0, tile), *product(300), ("release", POINT, 0, tile))]
+    found = run(user=lane(*use), producer=lane(*ask))
+    assert found["producer", "copies", "copy"] == [(0, 100), (0, 200), (400, 500)]
+    assert found["producer", "work", "empty"] == [(0, 400)]
+    assert found["user", "work", "wait"] == [(0, 100)]
+    assert found["user", "products", "product"] == [(100, 400), (400, 700), (700, 1000)]
+
+
+def test_turns():
+    """The last warpgroup gives the first one its first turn; then each waits for the one before."""
+    def user(first, work):
+        return lane(*[("end of turn", POINT, 0, "")] * first, ("turn", BEGIN, 0, ""), ("turn", END, 0, ""),
+                    *product(work), ("end of turn", POINT, 0, ""))
+    found = run(a=user(0, 50), b=user(1, 30))
+    assert found["b", "work", "turn"] == [(0, 50)]
+    assert found["tensor cores", "tensor cores", "product"] == [(0, 50), (50, 80)]
+
+
+def test_barriers_of_the_block():
+    barrier = "barrier", POINT, 0, ""
+    found = run(a=lane(*product(70), barrier), b=lane(barrier, *softmax()))
+    assert found["b", "work", "softmax"] == [(70, 150)]
+
+
+def test_marks_that_do_not_fit_together():
+    lanes = {"a": lane(("wait", BEGIN, 0, "K0"), ("wait", END, 0, "K0"))}
+    with pytest.raises(ValueError, match="do not fit together: a at wait would wait for ever"):
+        steps.in_steps(Block(lanes))
+    steps.in_steps(Block(lanes, is_cut_short=True))
+
+
+def test_shares():
+    spans = [Span("a", "products", "product", "", 0, 40), Span("b", "products", "product", "", 30, 60),
+             Span("a", "work", "softmax", "", 50, 100)]
+    assert marks.shares(spans) == {"products": 0.6, "softmax": 0.2}
+    modelled = [*spans, Span("tensor cores", "tensor cores", "product", "", 90, 100)]
+    assert marks.shares(modelled) == {"products": 0.1, "softmax": 0.2}
+
+
+# ------------------------------------------------------------------------------------------ marks with times
+def line_of(stage, text):
+    lines = stage.path.read_text().splitlines()
+    return next(n for n, line in enumerate(lines, 1) if text in line.split("//")[0])
+
+
+def from_gpu(stage):
+    """As overlap's warps would leave them on a GPU: time, kind, side, line, amount. The clock goes round."""
+    at = {name: line_of(stage, text) for name, text in {
+        "K fill": "K_smem.fill", "K wait": "K_smem.wait_until_full(t + 1)", "QK": "wgmma_QK<",
+        "PV": "wgmma_PV(", "one": "wgmma_wait<1>", "all": "wgmma_wait<0>", "softmax": "softmax_step("}.items()}
+    consumer = [(0, "wait", BEGIN, "K wait", 3), (64, "wait", END, "K wait", 0),
+                (64, "product", POINT, "QK", 64), (96, "product", POINT, "PV", 64),
+                (96, "finish", BEGIN, "one", 1), (352, "finish", END, "one", 1),
+                (384, "softmax", BEGIN, "softmax", 128), (640, "softmax", END, "softmax", 128),
+                (640, "finish", BEGIN, "all", 0), (704, "finish", END, "all", 0)]
+    producer = [(-32, "empty", BEGIN, "K fill", 3 + 2 * marks.MOST_STEPS),
+                (-32, "copy", POINT, "K fill", 2048)]
+    buffer = numpy.zeros((), marks.BUFFER)
+    buffer["multiprocessors"][0] = 77
+    for warp, left in ((0, consumer), (8, producer)):
+        for n, (time, kind, side, line, amount) in enumerate(left):
+            what = at[line] << 22 | marks.KINDS.index(kind) << 18 | side << 16 | amount
+            buffer["nanoseconds_and_what"][0, warp, n] = (2**32 - 128 + time) % 2**32, what
+    return buffer
+
+
+def test_marks_of_a_gpu():
+    data = timeline.of_marks(from_gpu(STAGES["overlap"]), STAGES["overlap"], in_flight=True)
+    assert data["multiprocessor"] == 77 and data["clock_ns"] == 32 and not data["cut_short"]
+    assert {tuple(span) for span in data["spans"]} == {
+        ("producer, warp 8", "copies", "copy", "K_smem.fill", 0, 96),
+        ("warps 0 to 3", "work", "wait", "K_smem.wait_until_full", 32, 96),
+        ("warps 0 to 3", "products", "product", "multiply_S", 96, 384),
+        ("warps 0 to 3", "products", "product", "multiply_O", 128, 736),
+        ("warps 0 to 3", "work", "finish", "wgmma_wait", 128, 384),
+        ("warps 0 to 3", "work", "softmax", "softmax", 416, 672),
+        ("warps 0 to 3", "work", "finish", "wgmma_wait", 672, 736)}
+    assert data["shares"] == {"products": 640 / 736, "softmax": 1}
+
+
+def test_a_block_without_marks():
+    with pytest.raises(ValueError, match="overlap.cuh: block 0 left no marks"):
+        timeline.of_marks(numpy.zeros((), marks.BUFFER), STAGES["overlap"], True)
+
+
+@pytest.mark.parametrize("everywhere_ms, in_flight", [(1.04, True), (1.3, False)])
+def test_what_marks_cost_on_a_gpu(tmp_path, monkeypatch, capsys, everywhere_ms, in_flight):
+    """They are left where products are under way unless that is slow; the table says what both cost."""
+    used = []
+
+    class Run:
+        tiles = {"Br": 128, "Bc": 128}
+
+        def __init__(self, stage, N, args, marked):
+            self.stage, self.marked = stage, marked
+
+        def __call__(self):
+            pass
+
+        def marks(self):
+            used.append(self.marked)
+            return from_gpu(self.stage)
+
+    ms = {None: [1.0], False: [1.02], True: [everywhere_ms]}
+    monkeypatch.setattr(timeline, "Run", Run)
+    monkeypatch.setattr(timeline, "milliseconds", lambda run, device: ms[run.marked])
+    monkeypatch.setattr(timeline, "simulated", timeline.measured)
+    assert modes.main(["--timeline", "--stages", "overlap", "--out", str(tmp_path)]) == 0
+    data = json.loads((tmp_path / "timeline_overlap.json").read_text())
+    assert used == [in_flight] and data["in_flight"] == in_flight and data["unit"] == "ns"
+    assert data["ms"] == {"unmarked": 1, "marked": 1.02, "marked everywhere": everywhere_ms}
+    out = capsys.readouterr().out
+    assert "1.02x" in out and f"{everywhere_ms:.2f}x" in out and "32 ns at a time" in out
+    assert ("cost too much" in out) != in_flight
+
+
+# ------------------------------------------------------------------------------------------ in the simulator
+def test_in_the_simulator(tmp_path, capsys):
+    """As results/ have it for docs/timeline.md. Else: the command at the end of its table."""
+    there = json.loads((flash.ROOT / "results/cpu/timeline/timeline_tma.json").read_text())
+    assert modes.main(["--timeline", "--stages", "tma,hopper_tuned", "--out", str(tmp_path)]) == 0
+    out = capsys.readouterr().out
+    data, last = (json.loads((tmp_path / f"timeline_{name}.json").read_text())
+                  for name in ("tma", "hopper_tuned"))
+    assert data["spans"] == there["spans"] and data["shape"] == there["shape"]
+    assert f"{100 * data['shares']['products']:.0f} %" in out and "not measured" in out
+    assert data["shares"]["softmax"] == 0 and last["shares"]["softmax"] > 0.9
+    kinds = {kind for _, _, kind, *_ in last["spans"]}
+    assert {"copy", "product", "maximum", "exponential", "store", "wait", "empty", "finish"} <= kinds
+    lanes = {span[0] for span in last["spans"]}
+    assert lanes == {"tensor cores", "warps 0 to 3", "warps 4 to 7", "producer, warp 8"}
+    for name in ("tma", "hopper_tuned"):
+        assert (tmp_path / f"timeline_{name}.png").stat().st_size > 10_000
+
+
+def test_a_stage_that_fails(tmp_path, capsys, monkeypatch):
+    """It is said; the others are drawn; exit status 1."""
+    def simulated(stage, N, args):
+        if stage.name == "tma":
+            raise RuntimeError("no such luck")
+        return timeline.of_marks(from_gpu(STAGES["overlap"]), STAGES["overlap"], True)
+    monkeypatch.setattr(timeline, "simulated", simulated)
+    assert modes.main(["--timeline", "--stages", "tma,overlap", "--out", str(tmp_path)]) == 1
+    out, err = capsys.readouterr()
+    assert "tma: no such luck" in err and re.search(r"overlap +87 %", out)
+    assert json.loads((tmp_path / "timeline_tma.json").read_text())["error"] == "no such luck"
+    assert not (tmp_path / "timeline_tma.png").exists()
+
+
+def test_the_ladder_from_tma_on_by_default(monkeypatch, tmp_path):
+    asked = []
+    monkeypatch.setattr(timeline, "timeline", None)
+    monkeypatch.setattr(modes, "MODES", (timeline_of(asked),))
+    modes.main(["--timeline", "--out", str(tmp_path)])
+    (args,) = asked
+    assert [stage.name for stage in args.stages] == list(STAGES)
+    assert (args.dtype, args.head_dim, args.seqlens, args.causal) == ("bf16", 128, [512], False)
+
+
+def timeline_of(asked):
+    def timeline(args: argparse.Namespace) -> int:
+        asked.append(args)
+        return 0
+    return timeline
+
+
+@pytest.mark.parametrize("arguments, message", [
+    ("--stages flash2", "--timeline: flash2 leaves no marks; those from tma on do, whose copies and products "
+                        "are asynchronous: --stages tma,wgmma,"),
+    ("--stages overlap,mma", "--timeline: mma leaves no marks; "),
+    ("--stages tmy", "--stages: no forward stage 'tmy' for bf16; there are "),
+    ("--dtype fp32", "--timeline: no stage that leaves marks takes fp32 here: they need sm_90, and bf16 or "
+                     "fp16"),
+    ("--pass bwd", "--timeline: the forward stages alone leave marks: --pass fwd"),
+    ("--seqlens 64,128", "--timeline: takes one N; --seqlens has 64, 128"),
+    ("--mask causal", "--timeline: measures nothing beside it, and takes no --mask"),
+    ("--rungs", "--timeline: draws calls of attention(), and takes no --rungs"),
+    ("--decode", "--timeline: draws calls of attention(), and takes no --decode"),
+])
+def test_bad_arguments(arguments, message, capsys, monkeypatch):
+    for module in (ahead, launch):
+        monkeypatch.setattr(module, "build", lambda *_, **__: pytest.fail("it built something"))
+    with pytest.raises(SystemExit) as exit_:
+        modes.main(["--timeline", *arguments.split()])
+    assert exit_.value.code == 2
+    assert message in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_overlapping_bars_do_not_hide_each_other():
+    spans = [Span("a", "products", "product", str(n), start, end) for n, (start, end) in
+             enumerate([(0, 10), (5, 15), (10, 20), (0, 1)])]
+    tracks = {span.label: (track, tracks) for span, track, tracks in chart._tracks(spans)}
+    assert tracks == {"3": (0, 2), "0": (1, 2), "1": (0, 2), "2": (1, 2)}
