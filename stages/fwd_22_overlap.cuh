@@ -111,6 +111,7 @@ __global__ void __launch_bounds__(threads, 1) forward_kernel(
   to_A(P_frag, S_reg);
   if (end > 1) K_smem.wait_until_full(1);
   for (int t = 1; t < end; t++) {                                        // line 6
+    // --- a step has two tiles
     multiply_S(t);
     multiply_O(t - 1);
     wgmma_wait<1>();
@@ -121,9 +122,12 @@ __global__ void __launch_bounds__(threads, 1) forward_kernel(
     V_smem.release(t - 1);
     rescale(O_reg, alpha);                                               // line 10
     to_A(P_frag, S_reg);
+    // ---
   }                                                                      // line 11
+  // --- after the last step
   multiply_O(end - 1);
   wgmma_wait<0>();
+  // ---
 
   float inv_l[2];
   store_L(p, m, l, inv_l, bh, warp_row);                                 // lines 13, 15

@@ -119,8 +119,10 @@ __global__ void __launch_bounds__(threads, 1) forward_kernel(
     if (t + 1 < end) K_smem.wait_until_full(t + 1);
     wgmma_wait<0>();
     V_smem.release(t - 1);
+    // --- a vote
     if (slack == 0.f || __any_sync(0xffffffff, alpha[0] != 1.f || alpha[1] != 1.f))
       rescale(O_reg, alpha);                                             // line 10
+    // ---
     to_A(P_frag, S_reg);
   }                                                                      // line 11
   multiply_O(end - 1);

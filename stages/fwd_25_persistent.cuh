@@ -74,14 +74,18 @@ __global__ void __launch_bounds__(threads, 1) forward_kernel(
     setmaxnreg_dec<producer_registers>();
     if (threadIdx.x > 32 * warps) return;
     for (int n = 0, step = 0, next = blockIdx.x;; n++) {                 // line 3
+      // --- hand over the tile's number
       Q_smem.wait_until_empty(n);
       next_smem[n % Q_buffers] = next;
       if (next >= all) return mbarrier_arrive(Q_smem.full + n % Q_buffers);         // the consumers end, too
+      // ---
       const Work work = dispatch_order(Tr, heads, heads_together, next);
       const int i = Tr - 1 - work.tile, b = work.bh / p.H, h = work.bh % p.H, h_kv = h / (p.H / p.H_kv);
       const auto tiles = Mask(p, b, h).key_tiles(i);
       Q_smem.fill(Q_map, n, i * Br, h, b);                               // line 4
+      // --- a ticket
       next = all > gridDim.x ? gridDim.x + atomicAdd(static_cast<int*>(p.workspace), 1) : all;
+      // ---
       const int end = max(tiles.end, 1);
       for (int t = 0; t <= end; t++) {                                   // line 7: K_j, then the V before
         if (t < end) K_smem.fill(K_map, step + t, tiles[t] * Bc, h_kv, b);
@@ -110,9 +114,11 @@ __global__ void __launch_bounds__(threads, 1) forward_kernel(
   // m and l of this lane's two rows; l: the sum over its columns only, until the end
   float m[2], l[2], alpha[2];
   for (unsigned n = 0, step = 0;; n++) {                                 // line 3
+    // --- take the tile's number
     Q_smem.wait_until_full(n);
     const int next = __shfl_sync(0xffffffff, lane == 0 ? next_smem[n % Q_buffers] : 0, 0);
     if (next >= all) break;
+    // ---
     const Work work = dispatch_order(Tr, heads, heads_together, next);
     const int i = Tr - 1 - work.tile, bh = work.bh, b = bh / p.H, h = bh % p.H;
     const int warp_row = i * Br + 16 * warp;       // the first row of this warp's 16

@@ -49,7 +49,9 @@ __device__ __forceinline__ float maximum_step(float (&S)[n_tiles][4], int r, flo
   float x_max = -INFINITY;
   for_row(S, r, [&](float& x) { x_max = fmaxf(x_max, x); });
   float m_new = fmaxf(m, c * quad_max(x_max));
+  // --- m may stay
   if (slack > 0.f && m_new - m <= slack) m_new = m;
+  // ---
   const bool may_be_none = cut || Mask::scores;      // a mask may make -infinity of a score, too
   shift = may_be_none && m_new == -INFINITY ? 0.f : m_new;               // no key: -inf - -inf is NaN
   const float alpha = fast_exp2(m - shift);

@@ -9,6 +9,7 @@ template <int warpgroups>
 struct Turns {
   int warpgroup;             // of this thread
 
+  // --- turns
   __device__ __forceinline__ explicit Turns(int warpgroup) : warpgroup(warpgroup) {
     if (warpgroup == warpgroups - 1) end();
   }
@@ -21,4 +22,5 @@ struct Turns {
   __device__ __forceinline__ void end_all() const {
     if (warpgroup == 0) wait();
   }
+  // ---
 };

@@ -47,21 +47,29 @@ __device__ __forceinline__ int warp_index() { return __shfl_sync(0xffffffff, thr
 // lanes, and works them out there. (Without it two moves stood before each product, R2UR. With it, and Q
 // given back sooner, hopper_tuned had 1.5 to 5 % more: H200, 12 shapes.)
 __device__ __forceinline__ uint32_t matrix_at(const ELEMENT* tile, int leading_bytes = 16) {
+  // --- the lower half
   return __shfl_sync(0xffffffff, shared_address(tile) >> 4 | leading_bytes >> 4 << 16, 0);
+  // ---
 }
 
 __device__ __forceinline__ uint64_t descriptor(uint32_t matrix) {
+  // --- and the upper half
   return uint64_t(1024 >> 4 | 1 << 30) << 32 | matrix;
+  // ---
 }
 
 // Columns 16 k to 16 k + 15 of a tile of tile_rows rows, in panels of 64 columns: A, or B^T
 __device__ __forceinline__ uint64_t K_major(uint32_t matrix, int k, int tile_rows) {
+  // --- 16 columns further
   return descriptor(matrix + (k / 4 * 128 * tile_rows + k % 4 * 32) / 16);
+  // ---
 }
 
 // Rows 16 k to 16 k + 15 of such a tile, whose leading_bytes are 128 * tile_rows: B, or A^T
 __device__ __forceinline__ uint64_t MN_major(uint32_t matrix, int k) {
+  // --- 16 rows further
   return descriptor(matrix + k * 2048 / 16);
+  // ---
 }
 
 // All columns of an accumulator, rounded, as operands A (mma.cuh: to_A)

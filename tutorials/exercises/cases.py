@@ -94,26 +94,35 @@ OTHERS = (
     Case(1, 4, 2, 40, 150, 40, True, -0.3, 12, patterns=("rising", "flat"), with_dL=False),
 )
 CASES = RANDOM + OTHERS
-PLAIN = Case(1, 4, 2, 128, 128, 64, False, None, 13)            # all that a hasty test would try
 ORDER = Case(1, 4, 2, 150, 150, 64, False, None, 6)             # for determinism
-SCORE = {False: Case(1, 1, 1, 128, 128, 64, False, None, 7),    # by whether it is causal
-         True: Case(1, 1, 1, 160, 160, 40, True, None, 7)}
 
 
-def cases_of(mask: str) -> tuple[Case, ...]:
-    """The calls of a check; of an exercise about a mask, with that one."""
-    if not mask:
-        return CASES
-    return tuple(replace(case, causal=False, mask=masks.in_case(mask, n, case.B, case.N_q, case.N_k))
-                 for n, case in enumerate(CASES))
+@dataclass(frozen=True)
+class Calls:
+    """The calls of a check.
+
+    Attributes:
+        cases: until one is wrong.
+        plain: all that a hasty test would try.
+        score: what the score is taken of, and what probes are run in.
+    """
+
+    cases: tuple[Case, ...] = CASES
+    plain: Case = Case(1, 4, 2, 128, 128, 64, False, None, 13)
+    score: Case = Case(1, 1, 1, 128, 128, 64, False, None, 7)
 
 
-def plain_of(mask: str) -> Case:
-    return replace(PLAIN, mask=masks.PLAIN[mask]) if mask else PLAIN
+CAUSAL_SCORE = Calls(score=Case(1, 1, 1, 160, 160, 40, True, None, 7))
+# Where blanks know nothing of columns, masks and types: one kernel to compile
+FEW = Calls((replace(CASES[0], N_k=96), CASES[1], replace(CASES[6], d=64, causal=False), CASES[8]))
 
 
-def score_of(mask: str, causal: bool) -> Case:
-    return replace(SCORE[True], causal=False, mask=masks.SCORE[mask]) if mask else SCORE[causal]
+def calls_with(mask: str) -> Calls:
+    """Those of an exercise about a mask: with that one in place of the causal one."""
+    cases = (replace(case, causal=False, mask=masks.in_case(mask, n, case.B, case.N_q, case.N_k))
+             for n, case in enumerate(CASES))
+    return Calls(tuple(cases), replace(Calls.plain, mask=masks.PLAIN[mask]),
+                 replace(CAUSAL_SCORE.score, causal=False, mask=masks.SCORE[mask]))
 
 
 def inputs_of(case: Case, dtype: torch.dtype) -> tuple[torch.Tensor | None, ...]:

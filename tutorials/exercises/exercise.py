@@ -22,6 +22,7 @@ import flash
 from flash_ladder.difference import SECTION
 from flash_ladder.sources import source_files
 
+from .cases import Calls, calls_with
 from .probes import Probe
 
 WIDTH = 108
@@ -82,7 +83,7 @@ class Exercise:
         score: the resources that are compared with the reference's: "hbm" (bytes), "wavefronts" (of shared
             memory) or "barriers" (of a block).
         at_most: by resource, how many times the reference's a score may be.
-        causal_score: take the score with a causal mask.
+        own_calls: the calls of the check; None: the ten of cases.py, with its mask.
         deterministic: pass deterministic=True.
         probes: what is looked at besides, in copies of the file.
     """
@@ -104,7 +105,7 @@ class Exercise:
     tiles: dict[str, int] = field(default_factory=dict)
     score: tuple[str, ...] = ("hbm",)
     at_most: dict[str, float] = field(default_factory=dict)
-    causal_score: bool = False
+    own_calls: Calls | None = None
     deterministic: bool = False
     probes: tuple[Probe, ...] = ()
 
@@ -130,6 +131,11 @@ class Exercise:
     @property
     def file_name(self) -> str:
         return f"{self.number:02}_{self.name}.cuh"
+
+    @property
+    def calls(self) -> Calls:
+        """Those of the check."""
+        return self.own_calls or (calls_with(self.mask) if self.mask else Calls())
 
     @property
     def lines(self) -> int:

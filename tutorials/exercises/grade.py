@@ -24,7 +24,7 @@ from flash_ladder.reference import reference
 from flash_ladder.simulator.records import Access
 from flash_ladder.simulator.tables import format_bytes
 
-from .cases import ORDER, SCORE, Case, cases_of, inputs_of, score_of
+from .cases import ORDER, Case, inputs_of
 from .comparison import difference
 from .exercise import MASKS, Exercise, sections
 from .handed_in import problem_of, read_answer
@@ -103,7 +103,7 @@ def judge(exercise: Exercise, file: Path) -> Verdict:
 def run(exercise: Exercise, file: Path, verdict: Verdict) -> None:
     """Run all cases; raises Refused at the first thing that is wrong."""
     answer = answer_of(exercise, file)
-    for case in cases_of(exercise.mask):
+    for case in exercise.calls.cases:
         run_case(exercise, answer, case)
         verdict.cases.append(str(case))
     for probe in exercise.probes:
@@ -248,16 +248,16 @@ def run_probe(exercise: Exercise, file: Path, probe: Probe) -> None:
         raise Refused("changed", f"The line `{probe.old}` must stay as it is: the check looks what is under "
                                  f"way "
                                  "there.")
-    case = SCORE[False]
+    case = exercise.calls.score
     with tempfile.TemporaryDirectory() as folder:
         copy = Path(folder) / file.name
         copy.write_text(probed)
         answer = answer_of(exercise, copy)
         outputs, report, error = runner.inspected(exercise, answer, case)
-    if probe.under_way:
+    if probe.under_way or probe.finding:
         raced = {finding.element.split("[")[0] for finding in report.findings
                  if any(party.kind == "copy" for party in finding.parties)}
-        if set(probe.under_way) <= raced:
+        if set(probe.under_way) <= raced and probe.finding in ("", *(f.what for f in report.findings)):
             return
         raise Refused("no overlap", f"{probe.message}\n\nIn the call {case}.")
     if error or report.findings or difference(case, answer.stage.dtypes[0], outputs,
@@ -284,7 +284,7 @@ def check_determinism(exercise: Exercise, answer: Answer) -> None:
 
 def take_score(exercise: Exercise, answer: Answer, verdict: Verdict) -> None:
     """HBM bytes and wavefronts of one call beside the reference's."""
-    case = score_of(exercise.mask, exercise.causal_score)
+    case = exercise.calls.score
     scores, shared, reports = [], [], []
     for one in (answer, reference_of(exercise)):
         _, report = watched(exercise, one, case)

@@ -29,6 +29,7 @@ from .models import (
     with_maximum,
 )
 from .split_mistakes import split_mistakes
+from .warpgroup_mistakes import warpgroup_mistakes
 
 
 def tile_masks(p: Problem) -> Iterator[tuple[str, torch.Tensor]]:
@@ -336,6 +337,7 @@ def mistakes_of(p: Problem) -> Iterator[tuple[str, Tensors]]:
         yield from forward_mistakes(p) if p.do is None else backward_mistakes(p)
         if p.do is None:
             yield from copy_mistakes(p)
+            yield from warpgroup_mistakes(p)
 
 
 def diagnosis(p: Problem, found: Tensors, wrong: list[str], tolerance: dict[str, float]) -> str:

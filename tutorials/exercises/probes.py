@@ -15,13 +15,17 @@ class Probe:
             and comments may differ from `old`.)
         message: what to tell if the probe shows a mistake.
         under_way: arrays whose copies must be under way: the probe reads them, and each must be a race with a
-            copy. None: the run must have no finding.
+            copy.
+        finding: what the checker must find, such as "accumulator": products are under way there.
+
+    With neither of the two the run must have no finding.
     """
 
     old: str
     new: str
     message: str
     under_way: tuple[str, ...] = ()
+    finding: str = ""
 
     def insert(self, text: str) -> str | None:
         """The text with the probe, all in the line of `old`, or None if its place is not there."""

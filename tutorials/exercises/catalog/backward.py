@@ -1,5 +1,6 @@
 """Exercises over the backward stages in fp32: lesson 05."""
 
+from ..cases import CAUSAL_SCORE
 from ..exercise import Exercise
 from ..probes import Probe
 from .forward import wrong
@@ -234,7 +235,7 @@ Rows from N_q on and columns from d on do not exist, neither in K_smem (d may be
     Exercise(
         number=11, name="dQ_loop", title="dQ without atomics", lesson="05", direction="bwd",
         stage="deterministic", sections=("dQ_i along the tiles of K and V",), tiles={"Br": 32, "Bc": 64},
-        score=("hbm", "wavefronts"), at_most={"hbm": 1.05}, causal_score=True,
+        score=("hbm", "wavefronts"), at_most={"hbm": 1.05}, own_calls=CAUSAL_SCORE,
         deterministic=True,
         specification="""
 The hard one: nearly the whole kernel, though all of its lines have been seen before, here or in flash2. A

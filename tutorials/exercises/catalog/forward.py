@@ -1,5 +1,6 @@
 """Exercises over the forward stages in fp32: lessons 01 to 04."""
 
+from ..cases import CAUSAL_SCORE
 from ..exercise import Change, Exercise, Mutant
 from ..probes import Probe
 
@@ -291,7 +292,7 @@ A row that has seen no key yet has m_new = -inf, and -inf - -inf is NaN: subtrac
     Exercise(
         number=6, name="finish", title="Where to stop, and what to store", lesson="04", direction="fwd",
         stage="flash2", sections=("how many keys a row sees", "O and L leave the registers"),
-        common=("mask.cuh",), tiles={"Br": 32, "Bc": 64}, at_most={"hbm": 1.05}, causal_score=True,
+        common=("mask.cuh",), tiles={"Br": 32, "Bc": 64}, at_most={"hbm": 1.05}, own_calls=CAUSAL_SCORE,
         specification="""
 First blank: seen_by(row) of the Mask, which all later stages share (stages/common/mask.cuh; here it stands
 in the file). It returns how many keys the query of `row` sees. Which ones, the mask's rule says: the keys

@@ -1,5 +1,6 @@
 """Bug hunts: stages that are broken on purpose, each by another kind of mistake."""
 
+from ..cases import CAUSAL_SCORE
 from ..exercise import Change, Exercise, Mutant
 from .tensor_cores import UNDER_WAY
 
@@ -400,7 +401,7 @@ Such a bug shows in the HBM traffic of a causal call beside that of a call witho
              "fewest: before\n      // that one S_ij is whole.\n",
              "// From j = end_j on S_ij is skipped, and before j = cut_j it is whole.\n"),
             ("end_j = ceil_div(seen_by(end_row - 1), BLOCK_C);", "end_j = ceil_div(N_k, BLOCK_C);")),
-        score=("hbm",), at_most={"hbm": 1.05}, causal_score=True,
+        score=("hbm",), at_most={"hbm": 1.05}, own_calls=CAUSAL_SCORE,
         mutants=(
             unmended(r"^too much traffic", right_on_randn=True),
             mending("skipped after it is loaded", r"^too much traffic",
