@@ -30,7 +30,7 @@ from tutorials.exercises.grade import (
 ONE = find(5)  # for what is the same in all of them
 # Sections of stages/common that stages of their own still have: those are what is asked
 NOT_ASKED: list[tuple[str, str]] = []
-# Wrong answers of each exercise that are tried in every run: two that a hasty test would pass, and another one;
+# Wrong answers of each exercise that are tried in every run: two that a hasty test would pass, and one more;
 # FLASH_ALL_MUTANTS=1: all
 ALL_MUTANTS = bool(os.environ.get("FLASH_ALL_MUTANTS"))
 

@@ -1,7 +1,17 @@
 """What the exercises ask for, in the order of the lessons."""
 
 from ..exercise import Exercise
-from . import backward, copy_engine, decoding, forward, hunts, masks, tensor_cores, warpgroup_hunts, warpgroups
+from . import (
+    backward,
+    copy_engine,
+    decoding,
+    forward,
+    hunts,
+    masks,
+    tensor_cores,
+    warpgroup_hunts,
+    warpgroups,
+)
 
 EXERCISES: list[Exercise] = sorted(
     [*forward.EXERCISES, *backward.EXERCISES, *tensor_cores.EXERCISES, *hunts.EXERCISES,

@@ -67,7 +67,8 @@ wrong by more than rounding; I think that my card has a fault."
   print(report)
 """,
         hints=(
-            "The simulator says which product reads a buffer, which copy writes to it, and that nothing orders "
+            "The simulator says which product reads a buffer, which copy writes to it, and that nothing "
+            "orders "
             "the two. Whose buffer is it, and what lets the producer fill it?",
             "wgmma_wait<1>() waits for one of the two products. Which one? What says that the other one is "
             "done?",
@@ -104,7 +105,8 @@ __syncwarp(), no fence, and no time."""),
         specification=f"""
 A colleague writes: "I made pingpong persistent: a loop over tiles of Q around the producer and around the
 consumers, and the number of the next tile comes with Q. In all of my tests O and L are right: small ones of
-all lengths, large ones of 1024 keys. In the model it goes wrong. I cut that down, for the simulator: three heads of
+all lengths, large ones of 1024 keys. In the model it goes wrong. I cut that down, for the simulator: three
+heads of
 64 queries are right with any number of keys. Four are right with 128 keys, and an error with 139."
 
 (The simulator has three multiprocessors.)
@@ -112,12 +114,16 @@ all lengths, large ones of 1024 keys. In the model it goes wrong. I cut that dow
   flash.attention(q, k, v, stage=Path("mine/42_fourth_head.cuh"), Br=64, Bc=32)
 """,
         hints=(
-            "How many blocks are there, and how many tiles of Q? What is different for a tile that is not its "
+            "How many blocks are there, and how many tiles of Q? What is different for a tile that is not "
+            "its "
             "block's first?",
-            "The simulator says that the producer arrives at a phase of `full` that has had its arrival: a wait "
-            "before it did not wait. With 139 keys and Bc = 32, how often has each buffer of K been filled after "
+            "The simulator says that the producer arrives at a phase of `full` that has had its arrival: a "
+            "wait "
+            "before it did not wait. With 139 keys and Bc = 32, how often has each buffer of K been filled "
+            "after "
             "the first tile of Q? With 128?",
-            "In a ring the step says which buffer it is, and in which phase its mbarriers are. Those count on, "
+            "In a ring the step says which buffer it is, and in which phase its mbarriers are. Those count "
+            "on, "
             "whatever tile of Q they work for."),
         answer=paragraphs("""
 The rings of K and V go on from one tile of Q to the next: their mbarriers are where the last tile has left
@@ -150,8 +156,9 @@ consumers alike. `end` is one at least: for a tile of Q that sees no key there i
         number=43, name="stale_o", title="O of yesterday", lesson="13", direction="fwd", stage="hopper_tuned",
         common=("store_panels.cuh",), tiles=SMALL, own_calls=FEW,
         specification=f"""
-A colleague writes: "O goes to shared memory by stmatrix, and from there by one TMA store a warp. Only lanes of
-one warp share these rows, so a __syncwarp() orders what they have written and what lane 0 asks for. O is right
+A colleague writes: "O goes to shared memory by stmatrix, and from there by one TMA store a warp. Only lanes
+of one warp share these rows, so a __syncwarp() orders what they have written and what lane 0 asks for. O is
+right
 in the simulator. On my GPU a few chunks of 16 bytes are sometimes those of the tile of Q before."
 {LOOK}  q, k, v = torch.randn(3, 1, 8, 128, 64).half()
   with flash.inspect() as report:

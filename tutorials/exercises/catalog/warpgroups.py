@@ -23,7 +23,8 @@ LAST = "  multiply_O(end - 1);\n  wgmma_wait<0>();\n"
 UNDER_SOFTMAX = Probe(
     "const bool cut = t >= tiles.cut;",
     "const bool cut = t >= tiles.cut; if (t > 0 && O_reg[0][0] == 1.5f) m[0] = 0.f;",
-    "The result is right, but nothing runs under the softmax: P V of tile t - 1 is done when softmax(t) begins. "
+    "The result is right, but nothing runs under the softmax: P V of tile t - 1 is done when softmax(t) "
+    "begins. "
     "The check has looked at O there, and it was not under way. Issue both products first; then wait for the "
     "first one only.", finding="accumulator")
 
@@ -35,7 +36,8 @@ STAY = "if (slack > 0.f && m_new - m <= slack) m_new = m;"
 VOTE = "if (slack == 0.f || __any_sync(0xffffffff, alpha[0] != 1.f || alpha[1] != 1.f))\n"
 M_STAYS = Probe(
     "V_smem.release(t - 1);", "V_smem.release(t - 1); if (alpha[0] != 1.f || alpha[1] != 1.f) __trap();",
-    "The result is right, but m follows each maximum that is a little larger, and alpha is not 1. With random "
+    "The result is right, but m follows each maximum that is a little larger, and alpha is not 1. With "
+    "random "
     "numbers m must not move after the first tile: there no score passes it by more than `slack`.")
 LEFT_ALONE = Probe(
     "Q_smem.wait_until_full(0);",
@@ -72,8 +74,10 @@ IN_TURN = Probe(
       }
     };
     const Watched turns{Turns<Br / 64>(warp / 4), &turn, warp / 4};""",
-    "The result is right, but the warpgroups do not take turns. Between wait() and end() the check has had each "
-    "one write to the same word of shared memory, the number of the turn: two were there at once, or not in the "
+    "The result is right, but the warpgroups do not take turns. Between wait() and end() the check has had "
+    "each "
+    "one write to the same word of shared memory, the number of the turn: two were there at once, or not in "
+    "the "
     "order 0, 1, 2, 0, ... Or warpgroup 0 does not meet the last end(), in end_all().")
 WAIT_TURN = "if (warpgroups > 1) named_barrier_sync(1 + warpgroup, 256);"
 END_TURN = "if (warpgroups > 1) named_barrier_arrive(1 + (warpgroup + 1) % warpgroups, 256);"
@@ -81,7 +85,8 @@ FIRST_TURN = "if (warpgroup == warpgroups - 1) end();"
 LAST_TURN = "if (warpgroup == 0) wait();"
 
 # ------------------------------------------------------------------------------------ 40
-TICKETS = Calls((*FEW.cases, Case(2, 4, 2, 75, 20, 64, False, None, 14)), FEW.plain, replace(FEW.score, H=3, H_kv=3))        # more tiles than blocks
+TICKETS = Calls((*FEW.cases, Case(2, 4, 2, 75, 20, 64, False, None, 14)), FEW.plain, replace(FEW.score, H=3,
+H_kv=3))        # more tiles than blocks
 HAND_OVER = "      next_smem[n % Q_buffers] = next;\n"
 EMPTY_Q = "      Q_smem.wait_until_empty(n);\n"
 TICKET = "next = all > gridDim.x ? gridDim.x + atomicAdd(static_cast<int*>(p.workspace), 1) : all;"
@@ -92,7 +97,8 @@ ASKED_FOR = Probe(
     "turns.end_all();",
     "turns.end_all(); if (threadIdx.x == 0 && all > gridDim.x && "
     "atomicAdd(static_cast<int*>(p.workspace), 0) <= all - gridDim.x) __trap();",
-    "The result is right, but blocks do not ask the counter in p.workspace for their next tile. So who is done "
+    "The result is right, but blocks do not ask the counter in p.workspace for their next tile. So who is "
+    "done "
     "early cannot take more.")
 
 # ------------------------------------------------------------------------------------ 36
@@ -110,7 +116,8 @@ EXERCISES = [
 wgmma finds a tile in shared memory by a descriptor of 64 bits. Write the four functions of
 stages/common/wgmma.cuh that make it; their comments, in this file, have the fields' bits.
 
-First blank, matrix_at(tile, leading_bytes): return the lower half of the descriptor of a tile, its address and
+First blank, matrix_at(tile, leading_bytes): return the lower half of the descriptor of a tile, its address
+and
 LBO, which is leading_bytes. The warp's lanes take lane 0's: __shfl_sync(0xffffffff, x, 0).
 
 Second blank, descriptor(matrix): return all 64 bits. `matrix` is the lower half. The tile has the 128-byte
@@ -127,10 +134,13 @@ Addresses and offsets are in units of 16 bytes. So n bytes further is n / 16 mor
 """,
         hints=(
             "Which bits have the address, LBO, SBO and the swizzle? Write down the bytes first, then what "
-            "stands in the field, then how far it is shifted. What is shifted by 32 or more must have 64 bits.",
-            "A row of a panel has 128 bytes, and a chunk of 16 columns 32 of them. How many such chunks are in a "
+            "stands in the field, then how far it is shifted. What is shifted by 32 or more must have 64 "
+            "bits.",
+            "A row of a panel has 128 bytes, and a chunk of 16 columns 32 of them. How many such chunks are "
+            "in a "
             "row? How long is a panel?",
-            "The lower half: address >> 4, and LBO >> 4 at bit 16. The upper half: 1024 >> 4, and 1 at bit 62 - "
+            "The lower half: address >> 4, and LBO >> 4 at bit 16. The upper half: 1024 >> 4, and 1 at bit "
+            "62 - "
             "32. Columns: k / 4 panels, and k % 4 chunks. Rows: 16 of 128 bytes."),
         mutants=(
             wrong("one panel only", r"^wrong result.*are always 32 bytes further",
@@ -154,7 +164,8 @@ Addresses and offsets are in units of 16 bytes. So n bytes further is n / 16 mor
                   (COLUMNS_ON, COLUMNS_ON.replace(") / 16);", "));"))),
             wrong("V as if it were K", r"^wrong result.*as if k ran along its rows",
                   (ROWS_ON, ROWS_ON.replace("2048", "32"))),
-            wrong("8 rows of V", r"^wrong result.*that is 8 rows", (ROWS_ON, ROWS_ON.replace("2048", "1024"))),
+            wrong("8 rows of V", r"^wrong result.*that is 8 rows",
+                  (ROWS_ON, ROWS_ON.replace("2048", "1024"))),
         )),
     Exercise(
         number=37, name="overlap", title="P V under the next softmax", lesson="13", direction="fwd",
@@ -188,9 +199,11 @@ between the softmax and the wait for P V.
             "waits for it, and leaves the other one.",
             "What does P V of tile t - 1 still use while it is under way? O_reg, P_frag and V_t-1. So three "
             "lines come after the wait for it.",
-            "alpha of softmax(t) is for all that is in O before P V of tile t. Is P V of tile t - 1 a part of "
+            "alpha of softmax(t) is for all that is in O before P V of tile t. Is P V of tile t - 1 a part "
+            "of "
             "that?",
-            "The order: both products; the wait for S; K back; softmax; the wait for the next K; the wait for "
+            "The order: both products; the wait for S; K back; softmax; the wait for the next K; the wait "
+            "for "
             "P V; V back; O; P~. After the loop P~ of the last tile has not been multiplied."),
         mutants=(
             wrong("both products are waited for: nothing overlaps", r"^no overlap.*nothing runs under",
@@ -239,7 +252,8 @@ all: so its lanes vote. Where slack is 0 do not ask: call it.
 The first tile has m = -infinity.
 """,
         hints=(
-            "What is m_new - m in the first tile? And in a row that has not seen a key yet? Which comparisons "
+            "What is m_new - m in the first tile? And in a row that has not seen a key yet? Which "
+            "comparisons "
             "of that are true?",
             "__any_sync(0xffffffff, condition) is true in all lanes if the condition is in one of them.",
             "m may stay if m_new - m <= slack; alpha, which is made below, is then 2^0. The vote asks for "
@@ -292,13 +306,17 @@ named barriers 1 to 15 of the block,
 At the end of a kernel no barrier may be half full: threads that have arrived, and others that never will.
 """,
         hints=(
-            "Let each warpgroup have a barrier of its own, at which it waits for its turn. Who arrives there, "
+            "Let each warpgroup have a barrier of its own, at which it waits for its turn. Who arrives "
+            "there, "
             "and how many threads is that together?",
-            "The next warpgroup is (warpgroup + 1) % warpgroups. Nobody has ended a turn before the first one: "
+            "The next warpgroup is (warpgroup + 1) % warpgroups. Nobody has ended a turn before the first "
+            "one: "
             "who lets warpgroup 0 begin, in the constructor?",
-            "Each end() must be met by a wait(). Count them for two warpgroups with three steps each: who has "
+            "Each end() must be met by a wait(). Count them for two warpgroups with three steps each: who "
+            "has "
             "ended a turn that nobody waits for?",
-            "wait(): named_barrier_sync(1 + warpgroup, 256). end(): named_barrier_arrive at the next one's. The "
+            "wait(): named_barrier_sync(1 + warpgroup, 256). end(): named_barrier_arrive at the next one's. "
+            "The "
             "last warpgroup calls end() in the constructor, warpgroup 0 wait() in end_all()."),
         mutants=(
             wrong("nobody waits", r"^wrong result.*do not take turns",
@@ -311,8 +329,8 @@ At the end of a kernel no barrier may be half full: threads that have arrived, a
             wrong("nobody begins", HANGS, (FIRST_TURN, ""), (LAST_TURN, "")),
             wrong("a barrier that is not there", HANGS,
                   (END_TURN, END_TURN.replace("(warpgroup + 1) % warpgroups", "warpgroup + 1"))),
-            wrong("one barrier is left half full", r"^wrong result.*does not meet the last end", (LAST_TURN, ""),
-                  right_on_randn=True),
+            wrong("one barrier is left half full", r"^wrong result.*does not meet the last end",
+                  (LAST_TURN, ""), right_on_randn=True),
             wrong("all meet, and nobody is first", r"^wrong result.*do not take turns",
                   (WAIT_TURN, "if (warpgroups > 1) named_barrier_sync(1, 128 * warpgroups);"), (END_TURN, ""),
                   (LAST_TURN, ""), right_on_randn=True),
@@ -355,12 +373,15 @@ one arrival a phase, and mbarrier_arrive(barrier), which completes such a phase 
 (stages/common/ring.cuh, hopper.cuh).
 """,
         hints=(
-            "Q_smem.fill(), below the first blank, arrives at the buffer's mbarrier `full`. What the producer "
-            "did before that, consumers see after their wait. Which of its waits says that they have read the "
+            "Q_smem.fill(), below the first blank, arrives at the buffer's mbarrier `full`. What the "
+            "producer "
+            "did before that, consumers see after their wait. Which of its waits says that they have read "
+            "the "
             "number before?",
             "atomicAdd(int*, 1) returns what was there before: 0, 1, 2, ... Nobody needs to ask if all > "
             "gridDim.x is false.",
-            "Which lane's reads does the arrival of lane 0 speak for? Let that lane read, and tell the others "
+            "Which lane's reads does the arrival of lane 0 speak for? Let that lane read, and tell the "
+            "others "
             "by __shfl_sync(0xffffffff, x, 0).",
             "The end: mbarrier_arrive(Q_smem.full + n % Q_buffers) completes the phase without a copy."),
         mutants=(
