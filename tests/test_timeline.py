@@ -176,6 +176,14 @@ def test_marks_that_do_not_fit_together():
     steps.in_steps(Block(lanes, is_cut_short=True))
 
 
+def test_a_block_is_drawn_as_far_as_all_its_marks_go():
+    long = lane(*product(10), *product(10), *product(10))
+    block = steps.in_steps(Block({"a": long, "b": long[:4]}, is_cut_short=True))     # b at 20; a at 50
+    ends = {(span.lane, span.end) for span in marks.spans(block)}
+    assert max(end for _, end in ends) == block.lanes["b"][-1].time
+    assert max(span.end for span in marks.spans(Block(block.lanes))) > block.lanes["b"][-1].time
+
+
 def test_shares():
     spans = [Span("a", "products", "product", "", 0, 40), Span("b", "products", "product", "", 30, 60),
              Span("a", "work", "softmax", "", 50, 100)]
@@ -194,7 +202,8 @@ def from_gpu(stage):
     """As overlap's warps would leave them on a GPU: time, kind, side, line, amount. The clock goes round."""
     at = {name: line_of(stage, text) for name, text in {
         "K fill": "K_smem.fill", "K wait": "K_smem.wait_until_full(t + 1)", "QK": "wgmma_QK<",
-        "PV": "wgmma_PV(", "one": "wgmma_wait<1>", "all": "wgmma_wait<0>", "softmax": "softmax_step("}.items()}
+        "PV": "wgmma_PV(", "one": "wgmma_wait<1>", "all": "wgmma_wait<0>",
+        "softmax": "softmax_step("}.items()}
     consumer = [(0, "wait", BEGIN, "K wait", 3), (64, "wait", END, "K wait", 0),
                 (64, "product", POINT, "QK", 64), (96, "product", POINT, "PV", 64),
                 (96, "finish", BEGIN, "one", 1), (352, "finish", END, "one", 1),
@@ -203,17 +212,18 @@ def from_gpu(stage):
     producer = [(-32, "empty", BEGIN, "K fill", 3 + 2 * marks.MOST_STEPS),
                 (-32, "copy", POINT, "K fill", 2048)]
     buffer = numpy.zeros((), marks.BUFFER)
-    buffer["multiprocessors"][0] = 77
+    buffer["multiprocessors"][1] = 77
+    buffer["nanoseconds_and_what"][0, 0, 0] = 0, at["QK"] << 22    # of a block that does less
     for warp, left in ((0, consumer), (8, producer)):
         for n, (time, kind, side, line, amount) in enumerate(left):
             what = at[line] << 22 | marks.KINDS.index(kind) << 18 | side << 16 | amount
-            buffer["nanoseconds_and_what"][0, warp, n] = (2**32 - 128 + time) % 2**32, what
+            buffer["nanoseconds_and_what"][1, warp, n] = (2**32 - 128 + time) % 2**32, what
     return buffer
 
 
 def test_marks_of_a_gpu():
     data = timeline.of_marks(from_gpu(STAGES["overlap"]), STAGES["overlap"], in_flight=True)
-    assert data["multiprocessor"] == 77 and data["clock_ns"] == 32 and not data["cut_short"]
+    assert (data["block"], data["multiprocessor"]) == (1, 77) and data["clock_ns"] == 32 and not data["cut_short"]
     assert {tuple(span) for span in data["spans"]} == {
         ("producer, warp 8", "copies", "copy", "K_smem.fill", 0, 96),
         ("warps 0 to 3", "work", "wait", "K_smem.wait_until_full", 32, 96),
@@ -226,7 +236,7 @@ def test_marks_of_a_gpu():
 
 
 def test_a_block_without_marks():
-    with pytest.raises(ValueError, match="overlap.cuh: block 0 left no marks"):
+    with pytest.raises(ValueError, match="overlap.cuh left no marks"):
         timeline.of_marks(numpy.zeros((), marks.BUFFER), STAGES["overlap"], True)
 
 

@@ -57,7 +57,8 @@ def draw(data: dict, file: Path) -> None:
     axes.tick_params(axis="y", length=0)
     where = ("in the simulator" if unit == "steps" else
              f"multiprocessor {data['multiprocessor']} of {data['device']}")
-    heading = (f"{data['stage']}: {title(data)}, N={data['shape']['N']}; block 0, {where}", data["note"])
+    heading = (f"{data['stage']}: {title(data)}, N={data['shape']['N']}; block {data['block']}, {where}",
+               data["note"])
     axes.set_title("\n".join(textwrap.fill(line, 150) for line in heading), fontsize=10, loc="left")
     _legend(figure, spans, colours)
     figure.savefig(file, dpi=110)
@@ -106,7 +107,8 @@ def _colours(spans: list[Span]) -> dict[tuple[str, str], str]:
 
 def _name_rows(axes: Axes, rows: list[tuple[str, str]]) -> None:
     names = {"products": "products under way", "copies": "copies under way"}
-    labels = ["tensor cores, for warpgroup n" if row == "tensor cores" else f"{lane}: {names.get(row, row)}" for lane, row in rows]
+    labels = ["tensor cores, for warpgroup n" if row == "tensor cores" else f"{lane}: {names.get(row, row)}"
+              for lane, row in rows]
     axes.set_yticks(range(len(rows)), labels, fontsize=9)
     for y in range(1, len(rows)):
         if rows[y][0] != rows[y - 1][0]:

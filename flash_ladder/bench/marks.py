@@ -18,13 +18,13 @@ import numpy
 from ..sources import read_source
 
 # As in timeline.cuh, which says more
-BLOCKS, WARPS, MOST_MARKS = 4, 20, 2048
+BLOCKS, WARPS, MOST_MARKS = 32, 16, 1024
 KINDS = ("wait", "empty", "copy", "release", "turn", "end of turn", "product", "finish", "maximum",
          "exponential", "softmax", "store", "barrier")
 BEGIN, END, POINT = range(3)
 MOST_STEPS = 4096
-BUFFER = numpy.dtype([("nanoseconds_and_what", "<u4", (BLOCKS, WARPS, MOST_MARKS, 2)),
-                      ("multiprocessors", "<u4", (BLOCKS,))])
+BUFFER = numpy.dtype([("nanoseconds_and_what", "<u4", (BLOCKS + 1, WARPS, MOST_MARKS, 2)),
+                      ("multiprocessors", "<u4", (BLOCKS + 1,))])
 COPIED_AT_ONCE = 16  # bytes
 SOFTMAX = ("maximum", "exponential", "softmax")
 WARPGROUP = 4        # warps; of each the first one is shown
@@ -57,6 +57,7 @@ class Block:
     """The marks of a block: of the first warp of each four that left any, by the name of its lane."""
 
     lanes: dict[str, list[Mark]]
+    number: int = 0
     multiprocessor: int = 0          # on which it ran
     is_cut_short: bool = False       # a warp had more to mark than was kept
     tensor_cores: list[Span] = field(default_factory=list)     # by the model: what they work at
@@ -108,17 +109,19 @@ class Source:
         return ""
 
 
-def read(buffer: numpy.ndarray, path: Path, block: int = 0) -> Block:
-    """A block out of a BUFFER. Times are nanoseconds since the first mark of its first warp.
+def read(buffer: numpy.ndarray, path: Path) -> Block:
+    """Of the blocks in a BUFFER the first one with the most marks: with a causal mask others have less to do.
+    Times are nanoseconds since the first mark of its first warp.
 
     Raises:
-        ValueError: if it left no marks.
+        ValueError: if there are no marks.
     """
     source, lanes = Source(path), {}
-    nanoseconds, what = numpy.moveaxis(buffer["nanoseconds_and_what"][block], 2, 0)
+    number = int(numpy.count_nonzero(buffer["nanoseconds_and_what"][:BLOCKS, ..., 1], axis=(1, 2)).argmax())
+    nanoseconds, what = numpy.moveaxis(buffer["nanoseconds_and_what"][number], 2, 0)
     warps = [warp for warp in range(0, WARPS, WARPGROUP) if what[warp, 0]]
     if not warps:
-        raise ValueError(f"{path.name}: block {block} left no marks")
+        raise ValueError(f"{path.name} left no marks")
     times = (nanoseconds - nanoseconds[warps[0], 0]).view(numpy.int32)   # the lower half goes round
     for warp in warps:
         count = numpy.count_nonzero(what[warp])
@@ -127,7 +130,7 @@ def read(buffer: numpy.ndarray, path: Path, block: int = 0) -> Block:
         lanes[f"producer, warp {warp}" if fills else f"warps {warp} to {warp + WARPGROUP - 1}"] = marks
     if not any(mark.kind == "product" for marks in lanes.values() for mark in marks):
         lanes = {lane: with_mma(marks) for lane, marks in lanes.items()}
-    return Block(lanes, int(buffer["multiprocessors"][block]), bool(what[:, -1].any()))
+    return Block(lanes, number, int(buffer["multiprocessors"][number]), bool(what[:, -1].any()))
 
 
 def _marks(times: list[int], all_what: list[int], source: Source) -> Iterable[Mark]:
@@ -164,15 +167,19 @@ def with_mma(marks: list[Mark]) -> list[Mark]:
 
 # ---------------------------------------------------------------------------------------- spans
 def spans(block: Block) -> list[Span]:
-    """What the marks of a block say, by lane."""
+    """What the marks of a block say, by lane; as far as all lanes have marks."""
     arrivals: dict[tuple, float] = {}
     for marks in block.lanes.values():
         for mark in marks:
             if (mark.kind, mark.side) == ("wait", END):
                 key = mark.ring, mark.step
                 arrivals[key] = min(mark.time, arrivals.get(key, mark.time))
-    return [*block.tensor_cores, *itertools.chain.from_iterable(
+    found = [*block.tensor_cores, *itertools.chain.from_iterable(
         _spans(lane, marks, arrivals) for lane, marks in block.lanes.items())]
+    if not block.is_cut_short:
+        return found
+    last = min(marks[-1].time for marks in block.lanes.values() if marks)
+    return [replace(span, end=min(span.end, last)) for span in found if span.start < last]
 
 
 def _spans(lane: str, marks: Iterable[Mark], arrivals: dict[tuple, float]) -> list[Span]:

@@ -134,7 +134,7 @@ def of_marks(buffer: numpy.ndarray, stage: flash.Stage, in_flight: bool) -> dict
 
 def result(block: Block) -> dict:
     found = spans(block)
-    return {"cut_short": block.is_cut_short, "shares": shares(found),
+    return {"block": block.number, "cut_short": block.is_cut_short, "shares": shares(found),
             "spans": [list(dataclasses.astuple(span)) for span in found]}
 
 

@@ -25,7 +25,8 @@
 namespace timeline {
 
 // bench/marks.py has the same numbers, kinds and struct.
-constexpr int blocks = 4, warps = 20, most_marks = 2048;     // that are kept: of the first blocks, and warps
+constexpr unsigned blocks = 32;
+constexpr int warps = 16, most_marks = 1024;         // that are kept: of the first blocks, and warps
 constexpr unsigned most_steps = 4096;      // steps of a ring are told apart
 
 enum Kind : uint8_t {        //                                                    amount
@@ -48,9 +49,10 @@ struct Mark {
   uint32_t nanoseconds;                    // the time's lower half
   uint32_t what;                           // line, kind, side, amount: 10, 4, 2 and 16 bits; 0: no mark
 };
+// One place more, for all other blocks: marks cost each block the same, and what they cost is measured.
 struct Marks {
-  Mark of_warps[blocks][warps][most_marks];
-  uint32_t multiprocessors[blocks];
+  Mark of_warps[blocks + 1][warps][most_marks];
+  uint32_t multiprocessors[blocks + 1];
 };
 __device__ Marks marks;
 
@@ -67,7 +69,7 @@ __device__ __forceinline__ void begin() {
 #ifdef __CUDACC__
   uint32_t multiprocessor;
   asm("mov.u32 %0, %%smid;" : "=r"(multiprocessor));
-  if (blockIdx.x < blocks) marks.multiprocessors[blockIdx.x] = multiprocessor;
+  marks.multiprocessors[min(blockIdx.x, blocks)] = multiprocessor;
 #endif
 }
 
@@ -79,14 +81,15 @@ __device__ __forceinline__ void set_in_flight(bool flies) {
 // By one lane: the first of its warp
 __device__ __forceinline__ void mark(Kind kind, Side side, int line, unsigned amount = 0) {
   const int warp = threadIdx.x / 32;
-  if (threadIdx.x % 32 > 0 || blockIdx.x >= blocks || warp >= warps) return;
+  if (threadIdx.x % 32 > 0 || warp >= warps) return;
   const unsigned state = states()[warp], n = state & ~in_flight;
   if (n >= most_marks || (!TIMELINE_IN_FLIGHT && (state & in_flight))) return;
   uint32_t now = 0;
 #ifdef __CUDACC__
   asm volatile("mov.u32 %0, %%globaltimer_lo;" : "=r"(now) :: "memory");
 #endif
-  marks.of_warps[blockIdx.x][warp][n] = {now, uint32_t(line) << 22 | kind << 18 | side << 16 | amount};
+  const uint32_t what = uint32_t(line) << 22 | kind << 18 | side << 16 | amount;
+  marks.of_warps[min(blockIdx.x, blocks)][warp][n] = {now, what};
   states()[warp] = state + 1;
 }
 
