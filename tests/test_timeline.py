@@ -223,7 +223,7 @@ def from_gpu(stage):
 
 def test_marks_of_a_gpu():
     data = timeline.of_marks(from_gpu(STAGES["overlap"]), STAGES["overlap"], in_flight=True)
-    assert (data["block"], data["multiprocessor"]) == (1, 77) and data["clock_ns"] == 32 and not data["cut_short"]
+    assert (data["block"], data["multiprocessor"], data["clock_ns"]) == (1, 77, 32) and not data["cut_short"]
     assert {tuple(span) for span in data["spans"]} == {
         ("producer, warp 8", "copies", "copy", "K_smem.fill", 0, 96),
         ("warps 0 to 3", "work", "wait", "K_smem.wait_until_full", 32, 96),
@@ -261,9 +261,15 @@ def test_what_marks_cost_on_a_gpu(tmp_path, monkeypatch, capsys, everywhere_ms, 
     ms = {None: [1.0], False: [1.02], True: [everywhere_ms]}
     monkeypatch.setattr(timeline, "Run", Run)
     monkeypatch.setattr(timeline, "milliseconds", lambda run, device: ms[run.marked])
+    simulated = {"unit": "steps", "block": 0, "note": "A model.", "spans": [
+        ["tensor cores", "tensor cores", "product", "multiply_S 0", 0, 64],
+        ["warps 0 to 3", "work", "softmax", "softmax", 0, 80]]}
+    monkeypatch.setattr(timeline, "beside", lambda stage, N, args: timeline.origin(args) | simulated | {
+        "stage": stage.name, "shape": timeline.origin(args)["shape"] | {"N": 64}})
     monkeypatch.setattr(timeline, "simulated", timeline.measured)
     assert modes.main(["--timeline", "--stages", "overlap", "--out", str(tmp_path)]) == 0
     data = json.loads((tmp_path / "timeline_overlap.json").read_text())
+    assert data["model"]["spans"] == simulated["spans"]
     assert used == [in_flight] and data["in_flight"] == in_flight and data["unit"] == "ns"
     assert data["ms"] == {"unmarked": 1, "marked": 1.02, "marked everywhere": everywhere_ms}
     out = capsys.readouterr().out

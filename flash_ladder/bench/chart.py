@@ -11,6 +11,7 @@ from pathlib import Path
 
 import matplotlib
 from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
 from .marks import Span
@@ -29,27 +30,40 @@ WHAT = {"product": "products", "copy": "copies", "softmax": "softmax", "maximum"
         "barrier": "waits for the block"}
 SHOWN = {"steps": 2000, "ns": 30_000}       # as much of the time as is legible
 BAR = 0.78           # of a row's height
-NARROW = {"steps": 30, "ns": 450}           # no number in a bar below it
+NARROW = 30          # steps: no number in a bar below it
 
 
 def draw(data: dict, file: Path) -> None:
-    """One row for what a warp does itself, one for what goes on beside it; as much time as is legible."""
+    """One row for what a warp does itself, one for what goes on beside it; as much time as is legible. Of a
+    GPU's, below it, the model's."""
+    panels = [data, *([data["model"]] if "model" in data else [])]
+    all_spans = [[span for span in (Span(*each) for each in panel["spans"])
+                  if span.start < SHOWN[panel["unit"]]] for panel in panels]
+    all_rows = [list(dict.fromkeys((span.lane, span.row) for span in sorted(spans, key=_order)))
+                for spans in all_spans]
+    heights = [1.2 + 0.44 * len(rows) for rows in all_rows]
+    colours = _colours([span for spans in all_spans for span in spans])
+    figure, axes = plt.subplots(len(panels), figsize=(15, 1 + sum(heights)), layout="constrained",
+                                height_ratios=heights, squeeze=False)
+    for panel, spans, rows, on in zip(panels, all_spans, all_rows, axes[:, 0], strict=True):
+        _draw(panel, spans, rows, colours, on)
+    _legend(figure, colours)
+    figure.savefig(file, dpi=110)
+    plt.close(figure)
+
+
+def _draw(data: dict, spans: list[Span], rows: list[tuple[str, str]], colours: dict, axes: Axes) -> None:
     unit = data["unit"]
-    spans = [span for span in (Span(*each) for each in data["spans"]) if span.start < SHOWN[unit]]
-    rows = list(dict.fromkeys((span.lane, span.row) for span in sorted(spans, key=_order)))
-    colours = _colours(spans)
-    figure, axes = plt.subplots(figsize=(15, 2.2 + 0.44 * len(rows)), layout="constrained")
     for span, track, tracks in _tracks(spans):
         height = BAR / tracks
         y = rows.index((span.lane, span.row)) + (track + 0.5) * height - BAR / 2
         axes.barh(y, span.end - span.start, left=span.start, height=height, color=colours[_key(span)],
                   edgecolor="white", linewidth=0.6)
-        if span.row == "tensor cores" and span.end - span.start >= NARROW[unit]:
+        if span.row == "tensor cores" and span.end - span.start >= NARROW:
             axes.text((span.start + span.end) / 2, y, span.label.split()[-1], ha="center", va="center",
                       fontsize=7, color="white")
     _name_rows(axes, rows)
-    end = max(span.end for span in spans)
-    axes.set_xlim(0, min(end, SHOWN[unit]))
+    axes.set_xlim(0, min(max(span.end for span in spans), SHOWN[unit]))
     axes.set_ylim(len(rows) - 0.5, -0.5)
     axes.set_xlabel("steps of the model: one is a product of 64 x 16 x 16 on the tensor cores"
                     if unit == "steps" else "time (ns)")
@@ -60,9 +74,6 @@ def draw(data: dict, file: Path) -> None:
     heading = (f"{data['stage']}: {title(data)}, N={data['shape']['N']}; block {data['block']}, {where}",
                data["note"])
     axes.set_title("\n".join(textwrap.fill(line, 150) for line in heading), fontsize=10, loc="left")
-    _legend(figure, spans, colours)
-    figure.savefig(file, dpi=110)
-    plt.close(figure)
 
 
 def _tracks(spans: list[Span]) -> list[tuple[Span, int, int]]:
@@ -115,7 +126,7 @@ def _name_rows(axes: Axes, rows: list[tuple[str, str]]) -> None:
             axes.axhline(y - 0.5, color="#888888", linewidth=0.6)
 
 
-def _legend(figure, spans: list[Span], colours: dict[tuple[str, str], str]) -> None:
+def _legend(figure: Figure, colours: dict[tuple[str, str], str]) -> None:
     """By colour: what it is, and in the stage's own words."""
     words: dict[tuple[str, str], list[str]] = {}
     for (kind, label), colour in colours.items():

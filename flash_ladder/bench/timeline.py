@@ -9,6 +9,7 @@ import dataclasses
 import itertools
 import json
 import math
+import re
 import sys
 from pathlib import Path
 
@@ -22,6 +23,7 @@ import flash
 
 from ..launch import more_macros
 from ..plan import Plan, as_scale, forward_outputs
+from ..simulator import missing_compiler
 from ..sources import STAGES, source_files
 from . import chart
 from .cases import random_inputs
@@ -32,6 +34,7 @@ from .steps import in_steps
 
 FILE = STAGES / "common" / "timeline.cuh"
 NEEDED = "hopper.cuh"     # whose instructions leave marks
+MOST_SIMULATED = 512      # rows, where the simulator's is drawn beside a GPU's
 MANY_ROWS = 1 << 20       # in the simulator a small call has the tiles of a large one
 TOO_SLOW = 1.05           # marks that cost more than this are left out where products are under way
 SIMULATED = ("Time in steps of a model, not measured: the simulator says what each warp does in which order, "
@@ -119,7 +122,21 @@ def measured(stage: flash.Stage, N: int, args: argparse.Namespace) -> dict:
         ms[name] = float(numpy.median(milliseconds(run, args.device)))
     in_flight = ms["marked everywhere"] <= TOO_SLOW * ms["unmarked"]
     chosen = everywhere if in_flight else sparse
-    return of_marks(chosen.marks(), stage, in_flight) | {"ms": ms, "tiles": chosen.tiles}
+    data = of_marks(chosen.marks(), stage, in_flight) | {"ms": ms, "tiles": chosen.tiles}
+    model = beside(stage, N, args)
+    return data | ({"model": model} if model else {})
+
+
+def beside(stage: flash.Stage, N: int, args: argparse.Namespace) -> dict | None:
+    """What the model makes of the same stage, for a shape that the simulator runs in seconds; None without
+    a compiler."""
+    if missing_compiler():
+        return None
+    N, small = min(N, MOST_SIMULATED), {"device": torch.device("cpu"), "batch": 1, "H": 2, "H_kv": 2}
+    args = argparse.Namespace(**vars(args) | small)
+    data = origin(args) | {"stage": stage.name}
+    data["shape"]["N"] = N
+    return data | simulated(stage, N, args)
 
 
 def of_marks(buffer: numpy.ndarray, stage: flash.Stage, in_flight: bool) -> dict:
@@ -162,9 +179,9 @@ def timeline(args: argparse.Namespace) -> int:
 def write(data: dict, folder: Path) -> list[Path]:
     """A time line as JSON and as a picture, in a folder that exists."""
     files = [folder / f"timeline_{data['stage']}{end}" for end in (".json", ".png")]
-    lines = [json.dumps(span) for span in data.get("spans", [])]
-    text = json.dumps(data | {"spans": []}, indent=1, allow_nan=False)
-    files[0].write_text(text.replace('"spans": []', '"spans": [\n  ' + ",\n  ".join(lines) + "\n ]") + "\n")
+    text = json.dumps(data, indent=1, allow_nan=False)
+    a_line_each = re.sub(r'\[\n\s+("[^][]*?)\n\s+\]', lambda m: f"[{' '.join(m[1].split())}]", text)
+    files[0].write_text(a_line_each + "\n")
     if data["error"]:
         return files[:1]
     chart.draw(data, files[1])
