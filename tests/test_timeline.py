@@ -12,7 +12,7 @@ from test_nvcc import NVCC, SERIALISED, WHY_NOT, compile_stage
 
 import flash
 from flash_ladder import ahead, launch
-from flash_ladder.bench import chart, marks, modes, steps, timeline
+from flash_ladder.bench import arguments, chart, marks, modes, steps, timeline
 from flash_ladder.bench.marks import BEGIN, END, POINT, Block, Mark, Source, Span
 
 STAGES = {stage.name: stage for stage in flash.stages("fwd") if timeline.has_marks(stage)}
@@ -277,6 +277,20 @@ def test_what_marks_cost_on_a_gpu(tmp_path, monkeypatch, capsys, everywhere_ms, 
     assert ("cost too much" in out) != in_flight
 
 
+def test_the_model_beside_a_gpu(tmp_path, monkeypatch):
+    """Of a shape that the simulator runs in seconds; nothing without a compiler."""
+    args, = arguments.parse_arguments(["--timeline", "--stages", "tma", "--batch", "9", "--seqlens", "4096",
+                                       "--heads", "32:8", "--out", str(tmp_path)])
+    seen = []
+    monkeypatch.setattr(timeline, "simulated", lambda stage, N, args: seen.append((N, args)) or {"spans": []})
+    data = timeline.beside(STAGES["tma"], 4096, args)
+    (N, small), = seen
+    assert (N, small.batch, small.H, small.H_kv, small.device.type) == (512, 1, 2, 2, "cpu")
+    assert data["stage"] == "tma" and {"B": 1, "H": 2, "N": 512, "d": 128}.items() <= data["shape"].items()
+    monkeypatch.setattr(timeline, "missing_compiler", lambda: "no C++ compiler")
+    assert timeline.beside(STAGES["tma"], 4096, args) is None
+
+
 # ------------------------------------------------------------------------------------------ in the simulator
 def test_in_the_simulator(tmp_path, capsys):
     """As results/ have it for docs/timeline.md. Else: the command at the end of its table."""
@@ -327,7 +341,7 @@ def timeline_of(asked):
     return timeline
 
 
-@pytest.mark.parametrize("arguments, message", [
+@pytest.mark.parametrize("options, message", [
     ("--stages flash2", "--timeline: flash2 leaves no marks; those from tma on do, whose copies and products "
                         "are asynchronous: --stages tma,wgmma,"),
     ("--stages overlap,mma", "--timeline: mma leaves no marks; "),
@@ -340,11 +354,11 @@ def timeline_of(asked):
     ("--rungs", "--timeline: draws calls of attention(), and takes no --rungs"),
     ("--decode", "--timeline: draws calls of attention(), and takes no --decode"),
 ])
-def test_bad_arguments(arguments, message, capsys, monkeypatch):
+def test_bad_arguments(options, message, capsys, monkeypatch):
     for module in (ahead, launch):
         monkeypatch.setattr(module, "build", lambda *_, **__: pytest.fail("it built something"))
     with pytest.raises(SystemExit) as exit_:
-        modes.main(["--timeline", *arguments.split()])
+        modes.main(["--timeline", *options.split()])
     assert exit_.value.code == 2
     assert message in capsys.readouterr().err.splitlines()[-1]
 
