@@ -270,6 +270,36 @@ def test_indices_of_elements(code, expected):
     assert translated == '#line 1 "f.cu"\n' + text % expected
 
 
+CUT = "float* K_smem = smem; float* V_smem = K_smem + n; "
+PARTS = {  # P(i) is SIM_INDEX_OF_PART(K_smem, V_smem, i); of the others nothing is known
+    CUT + "x = K_smem[i] + V_smem[i]; K_smem[j] = 0;":
+        CUT + "x = K_smem[P(i)] + V_smem[i]; K_smem[P(j)] = 0;",
+    CUT + "{ auto f = [&] { return K_smem[i]; }; }": CUT + "{ auto f = [&] { return K_smem[P(i)]; }; }",
+    "float* K_smem = smem; half* V_smem = reinterpret_cast<half*>(K_smem + n); x = K_smem[i];":
+        "float* K_smem = smem; half* V_smem = reinterpret_cast<half*>(K_smem + n); x = K_smem[P(i)];",
+    "float* K_smem = smem; { float* V_smem = K_smem + n; x = K_smem[i]; } x = K_smem[i];":
+        "float* K_smem = smem; { float* V_smem = K_smem + n; x = K_smem[P(i)]; } x = K_smem[i];",
+    CUT + "K_smem += n; x = K_smem[i];": None,
+    CUT + "float* O_smem = K_smem + m; x = K_smem[i];": None,
+    CUT + "{ float* K_smem = other; x = K_smem[i]; }": None,
+    CUT + "auto f = [&](float* K_smem) { return K_smem[i]; };": None,
+    CUT + "auto f = [K_smem](int k) { return K_smem[k]; };": None,
+    CUT + "swap(&K_smem, &x); y = K_smem[i];": None,
+    "float* K_smem = smem; float* V_smem = K_smem + (is_one ? 0 : n); x = K_smem[i];": None,
+    "float* K_smem = smem; float* V_j = K_smem + n; x = K_smem[i];": None,
+}
+
+
+@pytest.mark.parametrize("code, expected", PARTS.items())
+def test_indices_of_parts(code, expected):
+    """Of dynamic shared memory: where a pointer is declared as another one, which nothing changes, plus n."""
+    text = translate("void f(float* smem) { %s }\n" % code, "f.cu", checked=True)
+    text = re.sub(r" SIM_(?:NAME_SHARED|POISON)\(\w+\)", "", text)
+    text = re.sub(r"SIM_INDEX\(\w+, (.*?)\)(?=\])", r"\1", text)
+    expected = re.sub(r"\bP\(", "SIM_INDEX_OF_PART(K_smem, V_smem, ", expected or code)
+    assert text == '#line 1 "f.cu"\nvoid f(float* smem) { %s }\n' % expected
+
+
 CHECKED = """\
 #include <cuda_runtime.h>
 struct Bits { int low : 4; };

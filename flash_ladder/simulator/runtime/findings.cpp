@@ -128,8 +128,8 @@ void index_outside(Site site, int64_t index, const std::string& name, const std:
 // elements.
 void index_outside_of_part(Site site, int64_t index, const std::string& part, const std::string& next) {
   const Worker& w = *worker;
-  const std::string text = part + "[" + std::to_string(index) + "], outside of the part of shared memory " +
-                           (index < 0 ? "that begins there" : "that ends where " + next + " begins");
+  const std::string text = part + "[" + std::to_string(index) + "], outside of its part of shared memory, " +
+                           (index < 0 ? "which begins there," : "which ends where " + next + " begins,");
   found({"out of bounds", "", NO_ARRAY, "", index, 0,
          {{w.current->thread_index, w.block_index, Kind::READ, 0, site}}, text, 0});
 }
