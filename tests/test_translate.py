@@ -293,11 +293,11 @@ PARTS = {  # P(i) is SIM_INDEX_OF_PART(K_smem, V_smem, i); of the others nothing
 @pytest.mark.parametrize("code, expected", PARTS.items())
 def test_indices_of_parts(code, expected):
     """Of dynamic shared memory: where a pointer is declared as another one, which nothing changes, plus n."""
-    text = translate("void f(float* smem) { %s }\n" % code, "f.cu", checked=True)
+    text = translate(f"void f(float* smem) {{ {code} }}\n", "f.cu", checked=True)
     text = re.sub(r" SIM_(?:NAME_SHARED|POISON)\(\w+\)", "", text)
     text = re.sub(r"SIM_INDEX\(\w+, (.*?)\)(?=\])", r"\1", text)
     expected = re.sub(r"\bP\(", "SIM_INDEX_OF_PART(K_smem, V_smem, ", expected or code)
-    assert text == '#line 1 "f.cu"\nvoid f(float* smem) { %s }\n' % expected
+    assert text == f'#line 1 "f.cu"\nvoid f(float* smem) {{ {expected} }}\n'
 
 
 CHECKED = """\
