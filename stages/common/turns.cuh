@@ -2,14 +2,14 @@
 #pragma once
 #include "hopper.cuh"
 
-// A named barrier a warpgroup says whose turn it is: its owner waits there, and the one before arrives. At
-// the start the last warpgroup gives warpgroup 0 its first turn. At the end it gives one that nobody needs:
-// warpgroup 0 waits for it, as no barrier should be left half full.
 template <int warpgroups>
 struct Turns {
   int warpgroup;             // of this thread
 
   // --- turns
+  // A named barrier a warpgroup says whose turn it is: its owner waits there, and the one before arrives. At
+  // the start the last warpgroup gives warpgroup 0 its first turn. At the end it gives one that nobody needs:
+  // warpgroup 0 waits for it, as no barrier should be left half full.
   __device__ __forceinline__ explicit Turns(int warpgroup) : warpgroup(warpgroup) {
     if (warpgroup == warpgroups - 1) end();
   }
