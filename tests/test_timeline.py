@@ -368,3 +368,14 @@ def test_overlapping_bars_do_not_hide_each_other():
              enumerate([(0, 10), (5, 15), (10, 20), (0, 1)])]
     tracks = {span.label: (track, tracks) for span, track, tracks in chart._tracks(spans)}
     assert tracks == {"3": (0, 2), "0": (1, 2), "1": (0, 2), "2": (1, 2)}
+
+
+def test_what_a_gpu_is_to_measure(tmp_path):
+    """results/gpu_round.sh: a shell reads it, what it calls is there, and it hands on the folder."""
+    script = flash.ROOT / "results" / "gpu_round.sh"
+    files = re.findall(r"\b(?:\w+/)*\w+\.py\b", script.read_text())
+    assert len(files) > 5 and all((flash.ROOT / file).is_file() for file in files)
+    done = subprocess.run(["sh", script, tmp_path, "timeline"], capture_output=True, text=True,
+                          env={"PYTHON": "echo", "PATH": "/usr/bin:/bin"})
+    assert done.stdout == f"== timeline\nbench.py --timeline --seqlens 4096 --out {tmp_path}/timeline\n"
+    assert subprocess.run(["sh", script, tmp_path, "nothing"], capture_output=True).returncode == 2

@@ -1,0 +1,26 @@
+#!/bin/sh
+# What is measured anew in a round on a GPU, the quickest first:
+#
+#   sh results/gpu_round.sh results/h200 [test rungs timeline ratios host counters sanitizer]
+#
+# Without names: all. Each part stands alone. Counters need ncu on the PATH, sanitizer compute-sanitizer. In the
+# end `make readme` writes the figures into headers and docs.
+set -e
+cd "$(dirname "$0")/.."
+to=${1:?the folder of this GPU, such as results/h200}
+shift
+python=${PYTHON:-.venv/bin/python}
+mkdir -p "$to/timeline"
+for part in ${*:-test rungs timeline ratios host counters sanitizer}; do
+  echo "== $part"
+  case $part in
+    test) $python -m pytest -q -n 4 --dist loadgroup tests/test_hopper.py tests/test_forward.py ;;
+    rungs) $python bench.py --rungs --out "$to" ;;
+    timeline) $python bench.py --timeline --seqlens 4096 --out "$to/timeline" ;;
+    ratios) $python results/ratios.py "$to" ;;
+    host) $python results/host.py "$to" ;;
+    counters) $python results/ncu.py "$to" && $python results/ncu.py "$to" --pass bwd ;;
+    sanitizer) $python results/sanitizer.py "$to" ;;
+    *) echo "no part $part" >&2; exit 2 ;;
+  esac
+done
