@@ -1,20 +1,22 @@
 #!/bin/sh
 # What is measured anew in a round on a GPU, the quickest first:
 #
-#   sh results/gpu_round.sh results/h200 [test rungs timeline ratios host counters sanitizer]
+#   sh results/gpu_round.sh results/h200 [test libraries rungs timeline ratios host counters sanitizer]
 #
-# Without names: all. Each part stands alone. Counters need ncu on the PATH, sanitizer compute-sanitizer. In the
-# end `make readme` writes the figures into headers and docs.
+# Without names: all. Each part stands alone. FlashAttention-3 is among the libraries if FA3 names a file with
+# torch.ops.flash_attn_3, and CUDART the CUDA runtime that it needs. Counters need ncu on the PATH, sanitizer
+# compute-sanitizer. In the end `make readme` writes the figures into headers and docs.
 set -e
 cd "$(dirname "$0")/.."
 to=${1:?the folder of this GPU, such as results/h200}
 shift
 python=${PYTHON:-.venv/bin/python}
 mkdir -p "$to/timeline"
-for part in ${*:-test rungs timeline ratios host counters sanitizer}; do
+for part in ${*:-test libraries rungs timeline ratios host counters sanitizer}; do
   echo "== $part"
   case $part in
     test) $python -m pytest -q -n 4 --dist loadgroup tests/test_hopper.py tests/test_forward.py ;;
+    libraries) $python results/hopper.py "$to" ${FA3:+--fa3 "$FA3"} ${CUDART:+--cudart "$CUDART"} ;;
     rungs) $python bench.py --rungs --out "$to" ;;
     timeline) $python bench.py --timeline --seqlens 4096 --out "$to/timeline" ;;
     ratios) $python results/ratios.py "$to" ;;

@@ -4,6 +4,7 @@ import dataclasses
 import json
 import math
 import re
+import subprocess
 import sys
 
 import pytest
@@ -966,6 +967,15 @@ def test_hopper_compares_with_what_runs(capsys, tmp_path):
         hopper.kept(data, "another", [])
     x = torch.ones(3)
     assert hopper.difference((x, 2 * x), (x, x)) == pytest.approx(0.5**0.5)
+
+
+def test_a_round_on_a_gpu_is_made_of_scripts_that_are_there(tmp_path):
+    """Each part is one of the repository's programs; one that is not there is refused."""
+    script = flash.ROOT / "results" / "gpu_round.sh"
+    programs = re.findall(r"\$python (?!-m)(\S+)", script.read_text())
+    assert len(programs) > 6 and all((flash.ROOT / program).is_file() for program in programs)
+    done = subprocess.run(["sh", script, tmp_path, "tests"], capture_output=True, text=True)
+    assert done.returncode == 2 and "no part tests" in done.stderr
 
 
 def test_hopper_refuses_bad_arguments(tmp_path, capsys):
