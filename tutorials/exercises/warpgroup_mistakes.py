@@ -31,6 +31,10 @@ def _overlapped(p: Problem) -> Iterator[tuple[str, Tensors]]:
     P, L = softmax(p.scores().masked_fill(~p.visible(), -math.inf))
     yield ("P V of the last tile is missing: after the last step its P~ has not been multiplied",
            {"O": P.masked_fill(last, 0) @ p.values(), "L": L})
+    V = p.values()
+    next_V = torch.nn.functional.pad(V[..., p.Bc:, :], (0, 0, 0, min(p.Bc, N_k)))
+    yield ("P~ of a tile is multiplied by V of the next one: in step t P_frag is of tile t - 1",
+           {"O": P.masked_fill(last, 0) @ next_V + P.masked_fill(~last, 0) @ V, "L": L})
 
 
 # ------------------------------------------------------------------------------------ stage lazy_rescale

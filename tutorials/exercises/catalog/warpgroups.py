@@ -220,7 +220,7 @@ between the softmax and the wait for P V.
                   right_on_randn=True),
             wrong("P V first: then the wait is for that", r"^accumulator.*may still add to",
                   (PRODUCTS, "    multiply_O(t - 1);\n    multiply_S(t);\n")),
-            wrong("P V of this tile", r"^copy.*whoever uses it must wait first",
+            wrong("P V of this tile", r"^wrong result.*P~ of a tile is multiplied by V of the next",
                   (PRODUCTS, PRODUCTS.replace("t - 1", "t"))),
             wrong("the last P V is left out", r"^wrong result.*P V of the last tile is missing",
                   (LAST, "  V_smem.wait_until_full(end - 1);\n")),
