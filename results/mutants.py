@@ -167,7 +167,7 @@ def work(name: str, numbers: list[int]) -> None:
     """In a process of its own: print a line of JSON for each mutant of a stage. Number 0 is the stage."""
     import torch
 
-    torch.set_num_threads(1)                     # the calls are small: more would take longer to meet than to work
+    torch.set_num_threads(1)                     # the calls are small: to meet would take more threads longer
     stage = next(s for s in flash.stages() if s.path.name == name)
     file = flash.BUILD / "mutants" / stage.path.name         # always the same: then it is built once
     file.parent.mkdir(parents=True, exist_ok=True)
