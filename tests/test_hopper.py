@@ -157,6 +157,12 @@ def test_late_stores_show_a_missing_wait(device, monkeypatch):
         assert torch.equal(out, x) != made
 
 
+def test_bulk_load(device, schedule):
+    x, out = torch.randn(100, generator=torch.Generator().manual_seed(0)), torch.zeros(100, device=device)
+    assert call("load_floats", x.to(device), out, 100, device=device) is None
+    assert torch.equal(out.cpu(), x)
+
+
 def test_bulk_add(device, schedule):
     x = torch.randint(-100, 100, (10, 48), generator=torch.Generator().manual_seed(0)).float()
     out = torch.ones(48, device=device)
@@ -283,6 +289,7 @@ ERRORS = [  # what the message says, by number
     "wgmma_commit()",
     "for a phase of parity 0 of barrier, which is in its phase 0: 2 of 2 arrivals are missing",
     "wgmma_fence() needs the 128 threads of a warpgroup; the block's last one has 64",
+    "bulk_load(): the address in global memory must be a multiple of 16",
 ]
 MEETINGS = {18: "(64 of 96 threads are there)", 19: "(32 of 128 threads are there)"}
 
@@ -380,6 +387,9 @@ def test_no_findings_in_what_is_right(device, schedule):
     inspected("turns", out, 5, out=out)
     x, out = torch.ones(480), torch.zeros(48)
     inspected("add_up", x, out, 48, 5, x=x, out=out)
+    x, out = torch.ones(100), torch.zeros(100)
+    _, report = inspected("load_floats", x, out, 100, x=x, out=out)
+    assert report.traffic()["x"].read == x.nbytes
 
 
 @simulator_only
@@ -396,6 +406,17 @@ def test_boxes_without_findings(device, schedule, case):
     assert report.traffic()["x"].read == inside
     _, report = inspected("store_box", x, *numbers, shared, 1, x=x, shared=shared)
     assert report.traffic()["x"].written == inside
+
+
+@simulator_only
+def test_copies_of_a_kernel_that_starts_early(device, schedule):
+    """The engine's are those of the thread that asks: right if that one has waited."""
+    x, out = torch.randn(32, generator=torch.Generator().manual_seed(0)), torch.zeros(32)
+    inspected("double_early", x, out, 1, x=x, out=out)
+    assert torch.equal(out, 2 * x)
+    with flash.inspect(x=x, out=out) as report:
+        call("double_early", x, out, 0, checked=True)
+    assert {f.what for f in report.findings} == {"too early"} and len(report.findings) == 2
 
 
 # ------------------------------------------------------------------------------------------ stages

@@ -61,6 +61,12 @@ __device__ __forceinline__ void tma_load(void* to, const CUtensorMap& map, uint6
                   "r"(head), "r"(batch) : "memory");
 }
 
+// Ask for so many bytes, a multiple of 16, as they lie. They count at the barrier, too.
+__device__ __forceinline__ void bulk_load(void* to, const void* from, int bytes, uint64_t* barrier) {
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
+               :: "r"(shared_address(to)), "l"(from), "r"(bytes), "r"(shared_address(barrier)) : "memory");
+}
+
 // Store a box. The copy reads shared memory until this thread has waited for it: bulk_commit(), bulk_wait().
 __device__ __forceinline__ void tma_store(const CUtensorMap& map, const void* from, int col, int row,
                                           int head, int batch) {
@@ -119,6 +125,14 @@ __device__ __forceinline__ void named_barrier_sync(int id, int threads) {
 
 __device__ __forceinline__ void named_barrier_arrive(int id, int threads) {
   asm volatile("bar.arrive %0, %1;" :: "r"(id), "r"(threads) : "memory");
+}
+
+// x, written here to a register of its own: what an accumulator starts from. (Where two of them have the same
+// value, the compiler would copy one to the other later, when products before it are under way.)
+__device__ __forceinline__ float pinned(float x) {
+  float y;
+  asm volatile("mov.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
 }
 
 // Products (wgmma.cuh). What was written to the registers of D and A is there for those that follow

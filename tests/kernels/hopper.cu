@@ -3,6 +3,7 @@
 #include <cuda_runtime.h>
 #include <stdint.h>
 
+#include "../../stages/common/launch.cuh"
 #include "../../stages/common/tma.cuh"
 #include "../../stages/common/wgmma.cuh"
 
@@ -98,6 +99,26 @@ extern "C" const char* run_store_box(void* out, int four_bytes, const int* sizes
   return result();
 }
 
+// n floats as they lie, in two copies that count at one barrier
+__global__ void load_floats(const float* x, float* out, int n) {
+  extern __shared__ __align__(16) float x_smem[];
+  __shared__ uint64_t barrier;
+  if (threadIdx.x == 0) {
+    mbarrier_init(&barrier, 1);
+    fence_mbarrier_init();
+    mbarrier_arrive_expect(&barrier, n * int(sizeof(float)));
+    bulk_load(x_smem, x, 16, &barrier);
+    bulk_load(x_smem + 4, x + 4, n * int(sizeof(float)) - 16, &barrier);
+  }
+  __syncthreads();
+  mbarrier_wait(&barrier, 0);
+  for (int i = threadIdx.x; i < n; i += blockDim.x) out[i] = x_smem[i];
+}
+extern "C" const char* run_load_floats(const float* x, float* out, int n) {
+  load_floats<<<1, 64, n * sizeof(float)>>>(x, out, n);
+  return result();
+}
+
 // Each block adds its n floats to the same ones, two groups of stores after each other from one buffer.
 __global__ void add_up(const float* x, float* sum, int n) {
   extern __shared__ __align__(16) float rows_smem[];
@@ -115,6 +136,27 @@ __global__ void add_up(const float* x, float* sum, int n) {
 }
 extern "C" const char* run_add_up(const float* x, float* sum, int n, int blocks) {
   add_up<<<blocks, 64, n * sizeof(float)>>>(x, sum, n);
+  return result();
+}
+
+// The engine reads and adds to what the kernel before writes, which may still run; `fixed`: after its end
+__global__ void set(const float* x, float* out) { out[threadIdx.x] = x[threadIdx.x]; }
+__global__ void double_early(float* out, int fixed) {
+  __shared__ __align__(16) float x_smem[32];
+  __shared__ uint64_t barrier;
+  mbarrier_init(&barrier, 1);
+  fence_mbarrier_init();
+  if (fixed) wait_for_previous_kernel();
+  mbarrier_arrive_expect(&barrier, sizeof x_smem);
+  bulk_load(x_smem, out, sizeof x_smem, &barrier);
+  mbarrier_wait(&barrier, 0);
+  bulk_add(out, x_smem, sizeof x_smem);
+  bulk_commit();
+  bulk_wait<0>();
+}
+extern "C" const char* run_double_early(const float* x, float* out, int fixed) {
+  set<<<1, 32>>>(x, out);
+  cudaLaunchKernelEx(EarlyLaunch(1, 1, 0, nullptr), double_early, out, fixed);
   return result();
 }
 

@@ -45,6 +45,7 @@ template <int number> __global__ void mistake(const float* x, float* out, CUtens
   if (number == 20 && t < 64)
     while (!mbarrier_test(&barrier, 0)) {}  // HERE: 20
   if (number == 21) wgmma_fence();  // HERE: 21
+  if (number == 22) bulk_load(tile, x + 1, 32, &barrier);  // HERE: 22
   out[t] = D[0][0];
 }
 
@@ -53,7 +54,7 @@ extern "C" const char* run_mistake(int number, const float* x, float* out) {
   switch (number) {
 #define CASE(n) case n: mistake<n><<<1, n == 21 ? 64 : 128>>>(x, out, nothing); break;
     CASE(0) CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6) CASE(7) CASE(8) CASE(9) CASE(10) CASE(11) CASE(12)
-    CASE(13) CASE(14) CASE(15) CASE(16) CASE(17) CASE(18) CASE(19) CASE(20) CASE(21)
+    CASE(13) CASE(14) CASE(15) CASE(16) CASE(17) CASE(18) CASE(19) CASE(20) CASE(21) CASE(22)
   }
   const cudaError_t error = cudaGetLastError();
   return error == cudaSuccess ? nullptr : cudaGetErrorString(error);

@@ -18,13 +18,16 @@
 
 namespace sim {
 
-static Agent engine(int number, uint32_t time, std::shared_ptr<const Past> past) {
+// `behind`: the thread that has asked, for what reaches HBM
+static Agent engine(int number, uint32_t time, std::shared_ptr<const Past> past,
+                    const Fiber* behind = nullptr) {
   Agent a;
   a.number = number;
   a.warp = number / WARP_SIZE;
   a.lane = number % WARP_SIZE;
   a.now = ENGINE_TIME + time;
   a.past = std::move(past);
+  a.knows_previous_kernel = behind && behind->knows_previous_kernel;
   return a;
 }
 
@@ -157,16 +160,20 @@ void waited(Mbarrier& m, Fiber& f, Site site) {
 }
 
 // -------------------------------------------------------------------------------- the copy engine
+static std::string name_of_load(const BulkCopy& c) {
+  return c.map.rank ? "tma_load(): " : "bulk_load(): ";
+}
+
 void load_started(BulkCopy& c) {
   Worker& w = *worker;
   Mbarrier& m = *c.mbarrier;
   check_access(c.known ? engine(c.fiber->number, 0, c.known) : *c.fiber, w.shared + m.offset,
                sizeof(uint64_t), Kind::ATOMIC, c.pc);
   if (!m.is_visible)
-    mistake_found("tma_load(): the copy engine may not see the mbarrier yet: fence_mbarrier_init() must "
-                  "follow its initialisation" + at(m.site), c.site);
+    mistake_found(name_of_load(c) + "the copy engine may not see the mbarrier yet: fence_mbarrier_init() "
+                  "must follow its initialisation" + at(m.site), c.site);
   const std::shared_ptr<const Past> known = c.known ? c.known : knowledge(*c.fiber);
-  const Agent a = engine(number_of_engine(w, m.agent, *c.fiber), c.phase + 1, known);
+  const Agent a = engine(number_of_engine(w, m.agent, *c.fiber), c.phase + 1, known, c.fiber);
   Tally from, to;
   each_chunk_of(w, c, [&](char* shared, char* global, size_t, size_t count) {
     if (count) from.add(check_access(a, global, count, Kind::READ, c.pc), global, count);
@@ -183,7 +190,7 @@ void load_started(BulkCopy& c) {
 
 // Its bytes come in a later phase than the one in which it has started.
 void load_came_late(const BulkCopy& c) {
-  mistake_found("tma_load(): its bytes come when the phase of " +
+  mistake_found(name_of_load(c) + "its bytes come when the phase of " +
                     shared_element(*worker, int64_t(c.mbarrier->offset)) +
                     " in which it has started is complete: too few bytes have been announced "
                     "(mbarrier_arrive_expect)", c.site);
@@ -195,7 +202,7 @@ void store_started(BulkCopy& c) {
   const auto past = knowledge(*c.fiber);
   const uint32_t time = uint32_t(c.group) + 1;
   const Agent reads = engine(number_of_engine(w, stores.reads, *c.fiber), time, past);
-  const Agent writes = engine(number_of_engine(w, stores.writes, *c.fiber), time, past);
+  const Agent writes = engine(number_of_engine(w, stores.writes, *c.fiber), time, past, c.fiber);
   const Kind kind = c.kind == Bulk::ADD ? Kind::ATOMIC : Kind::WRITE;
   Tally from, to;
   auto chunk = [&](char* shared, char* global, size_t skip, size_t count) {
@@ -206,9 +213,7 @@ void store_started(BulkCopy& c) {
       to.add(check_access(writes, global + i, bytes, kind, c.pc), global + i, bytes);
     }
   };
-  if (c.kind == Bulk::STORE) each_chunk_of(w, c, chunk);
-  else
-    for (size_t i = 0; i < c.bytes; i += 16) chunk(c.shared + i, c.global + i, 0, 16);
+  each_chunk_of(w, c, chunk);
   from.count();
   to.count();
   stores.last = time;

@@ -67,9 +67,9 @@ enum class Bulk { LOAD, STORE, ADD };
 struct BulkCopy {                 // by the copy engine
   Bulk kind;
   char* shared;
-  TensorMap map;                  // LOAD, STORE
+  TensorMap map;                  // LOAD, STORE: of the box; rank 0: no box, but bytes as they lie
   int64_t corner[5];              // of the box
-  char* global;                   // ADD: so many bytes from here on
+  char* global;                   // no box: so many bytes from here on
   size_t bytes;                   // of shared memory
   Mbarrier* mbarrier;             // LOAD: where its bytes count
   uint32_t phase;                 // in which it has started
@@ -140,7 +140,7 @@ Mbarrier& mbarrier_at(const uint64_t* barrier, const char* name, Site site);
 void bytes_have_come(Mbarrier& m, size_t bytes);
 void complete_if_all_is_there(Mbarrier& m);
 
-// tma.cpp: f(shared, global, skip, count) for each 16 bytes of a box
+// tma.cpp: f(shared, global, skip, count) for each 16 bytes of a copy
 void each_chunk_of(const Worker& w, const BulkCopy& c,
                    const std::function<void(char*, char*, size_t, size_t)>& f);
 

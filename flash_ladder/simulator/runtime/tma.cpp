@@ -1,7 +1,7 @@
-// The copy engine (TMA): boxes of tensors to shared memory and back, and sums into global memory. One thread
-// asks, the engine does the rest at any time. (PTX ISA, "Data Movement and Conversion Instructions:
-// cp.async.bulk.tensor", "cp.reduce.async.bulk", "cp.async.bulk.wait_group"; of the swizzle "Tensors:
-// Swizzling Modes".)
+// The copy engine (TMA): boxes of tensors to shared memory and back, bytes as they lie, and sums into global
+// memory. One thread asks, the engine does the rest at any time. (PTX ISA, "Data Movement and Conversion
+// Instructions: cp.async.bulk.tensor", "cp.async.bulk", "cp.reduce.async.bulk",
+// "cp.async.bulk.wait_group"; of the swizzle "Tensors: Swizzling Modes".)
 #include <algorithm>
 #include <cstring>
 
@@ -20,10 +20,14 @@ static size_t swizzled(size_t offset, int swizzle) {
   return offset ^ (offset / 128 % chunks * CHUNK);
 }
 
-// f(shared, global, skip, count) for each chunk of a box: of its 16 bytes, `count` from the skip-th on are in
-// the tensor, and begin at `global`.
+// f(shared, global, skip, count) for each chunk of a copy: of its 16 bytes, `count` from the skip-th on are
+// in the tensor, and begin at `global`.
 template <class F> static void each_chunk(const Worker& w, const BulkCopy& c, F f) {
   const TensorMap& m = c.map;
+  if (m.rank == 0) {                // no box
+    for (size_t i = 0; i < c.bytes; i += CHUNK) f(c.shared + i, c.global + i, 0, CHUNK);
+    return;
+  }
   const int64_t row_bytes = int64_t(m.box[0]) * m.element_bytes;
   const int64_t tensor_row = int64_t(m.sizes[0]) * m.element_bytes, first = c.corner[0] * m.element_bytes;
   size_t offset = c.shared - w.shared;
@@ -78,12 +82,9 @@ static void load(Worker& w, BulkCopy& c) {
 static void read_source(Worker& w, BulkCopy& c) {
   if (c.done) return;
   c.buffer.clear();
-  if (c.kind == Bulk::ADD)
-    c.buffer.assign(c.shared, c.shared + c.bytes);
-  else
-    each_chunk(w, c, [&](const char* shared, char*, size_t, size_t) {
-      c.buffer.insert(c.buffer.end(), shared, shared + CHUNK);
-    });
+  each_chunk(w, c, [&](const char* shared, char*, size_t, size_t) {
+    c.buffer.insert(c.buffer.end(), shared, shared + CHUNK);
+  });
   c.done = true;
 }
 
@@ -236,23 +237,37 @@ extern "C" void sim_tma_store(const CUtensorMap* map, const void* from, const in
   start(box_copy(Bulk::STORE, map, from, corner, "tma_store()", {file, line}, __builtin_return_address(0)));
 }
 
-extern "C" void sim_bulk_add(float* to, const void* from, int bytes, const char* file, int line) {
-  const Site site{file, line};
+static BulkCopy plain_copy(Bulk kind, const void* shared, const void* global, int bytes, const char* name,
+                           Site site, const void* pc) {
   if (bytes < 0 || bytes % 16)
-    fail("bulk_add(): " + std::to_string(bytes) + " bytes; a multiple of 16 is possible", site);
-  if (reinterpret_cast<uintptr_t>(to) % 16)
-    fail("bulk_add(): the address in global memory must be a multiple of 16", site);
+    fail(std::string(name) + ": " + std::to_string(bytes) + " bytes; a multiple of 16 is possible", site);
+  if (reinterpret_cast<uintptr_t>(global) % 16)
+    fail(std::string(name) + ": the address in global memory must be a multiple of 16", site);
   BulkCopy c{};
-  c.kind = Bulk::ADD;
-  c.shared = static_cast<char*>(const_cast<void*>(from));
-  c.global = reinterpret_cast<char*>(to);
+  c.kind = kind;
+  c.shared = static_cast<char*>(const_cast<void*>(shared));
+  c.global = static_cast<char*>(const_cast<void*>(global));
   c.bytes = size_t(bytes);
   c.fiber = worker->current;
   c.group = c.fiber->bulk_groups;
   c.site = site;
-  c.pc = __builtin_return_address(0);
-  check_shared(c.shared, c.bytes, 16, "bulk_add()", site);
+  c.pc = pc;
+  check_shared(c.shared, c.bytes, 16, name, site);
+  return c;
+}
+
+extern "C" void sim_bulk_load(void* to, const void* from, int bytes, uint64_t* barrier, const char* file,
+                              int line) {
+  const Site site{file, line};
+  const char* name = "bulk_load()";
+  BulkCopy c = plain_copy(Bulk::LOAD, to, from, bytes, name, site, __builtin_return_address(0));
+  c.mbarrier = &mbarrier_at(barrier, name, site);
+  c.phase = c.mbarrier->phase;
   start(std::move(c));
+}
+
+extern "C" void sim_bulk_add(float* to, const void* from, int bytes, const char* file, int line) {
+  start(plain_copy(Bulk::ADD, from, to, bytes, "bulk_add()", {file, line}, __builtin_return_address(0)));
 }
 
 extern "C" void sim_bulk_commit() { worker->current->bulk_groups++; }

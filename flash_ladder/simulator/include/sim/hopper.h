@@ -21,6 +21,7 @@ void sim_fence_proxy_async();
 
 void sim_tma_load(void* to, const CUtensorMap* map, uint64_t* barrier, const int* corner, const char* file,
                   int line);
+void sim_bulk_load(void* to, const void* from, int bytes, uint64_t* barrier, const char* file, int line);
 void sim_tma_store(const CUtensorMap* map, const void* from, const int* corner, const char* file, int line);
 void sim_bulk_add(float* to, const void* from, int bytes, const char* file, int line);
 void sim_bulk_commit();
@@ -62,6 +63,9 @@ SIM_ALWAYS_INLINE void tma_load(void* to, const CUtensorMap& map, uint64_t* barr
   const int corner[] = {col, row, head, batch};
   sim::sim_tma_load(to, &map, barrier, corner, file, line);
 }
+SIM_ALWAYS_INLINE void bulk_load(void* to, const void* from, int bytes, uint64_t* barrier, SIM_SITE) {
+  sim::sim_bulk_load(to, from, bytes, barrier, file, line);
+}
 SIM_ALWAYS_INLINE void tma_store(const CUtensorMap& map, const void* from, int col, int row, int head,
                                  int batch, SIM_SITE) {
   const int corner[] = {col, row, head, batch};
@@ -94,6 +98,7 @@ SIM_ALWAYS_INLINE void wgmma(float (&D)[n_tiles][4], const uint32_t (&A)[4], uin
   sim::sim_wgmma(&shape, &D[0][0], A, 0, B, file, line);
 }
 #endif
+inline float pinned(float x) { return x; }
 inline void wgmma_fence(SIM_SITE) { sim::sim_wgmma_fence(file, line); }
 inline void wgmma_commit(SIM_SITE) { sim::sim_wgmma_commit(file, line); }
 template <int groups_left> inline void wgmma_wait(SIM_SITE) { sim::sim_wgmma_wait(groups_left, file, line); }
