@@ -25,6 +25,7 @@ __global__ void __launch_bounds__(256) prepare_kernel(BwdParams p, Workspace to,
   const int col = threadIdx.x % row_threads * 8;
   const int64_t padded_row = (int64_t)bh * N + row, all_rows = (int64_t)p.B * p.H * N;
   enter_sequence_of_row(p, row);
+  start_next_kernel();
 
   float sum = 0.f;
   if (row < p.N_q && col < d_v) {

@@ -16,34 +16,34 @@
 // every `step`-th 16 columns of the tile are taken. `advance` needs 0s in col where it adds bits.
 struct Operand {
   uint32_t address;
-  int pitch, step;
+  int pitch, step, panel_stride;          // panel_stride: from 64 columns of a row to the next 64
   bool transposed;
 
   // The same in a tile that is so many elements further on: the other of two buffers
   __device__ Operand operator+(int elements) const {
-    return {address + 2 * elements, pitch, step, transposed};
+    return {address + 2 * elements, pitch, step, panel_stride, transposed};
   }
 };
 
 __device__ __forceinline__ Operand as_it_lies(const ELEMENT* tile, int pitch, int row = 0, int col = 0,
                                               int step = 1) {
   const int lane = threadIdx.x % 32, to_row = row + lane % 16, to_col = col + lane / 16 * 8;
-  return {shared_address(tile + swizzled(to_row, to_col, pitch)), pitch, step, false};
+  return {shared_address(tile + swizzled(to_row, to_col, pitch)), pitch, step, 64, false};
 }
 
 __device__ __forceinline__ Operand transposed(const ELEMENT* tile, int pitch, int row = 0, int col = 0) {
   const int lane = threadIdx.x % 32, to_row = row + lane / 16 * 8 + lane % 8, to_col = col + lane / 8 % 2 * 8;
-  return {shared_address(tile + swizzled(to_row, to_col, pitch)), pitch, 1, true};
+  return {shared_address(tile + swizzled(to_row, to_col, pitch)), pitch, 1, 64, true};
 }
 
 __device__ __forceinline__ void load_A(uint32_t (&A_frag)[4], const Operand& A, int row, int k) {
-  if (A.transposed) ldmatrix_x4_trans(A_frag, advance(A.address, k, row, A.pitch));
-  else ldmatrix_x4(A_frag, advance(A.address, row, k, A.pitch));
+  if (A.transposed) ldmatrix_x4_trans(A_frag, advance(A.address, k, row, A.pitch, A.panel_stride));
+  else ldmatrix_x4(A_frag, advance(A.address, row, k, A.pitch, A.panel_stride));
 }
 
 __device__ __forceinline__ void load_B(uint32_t (&B_frag)[4], const Operand& B, int k, int col) {
-  if (B.transposed) ldmatrix_x4(B_frag, advance(B.address, col, k, B.pitch));
-  else ldmatrix_x4_trans(B_frag, advance(B.address, k, B.step * col, B.pitch));
+  if (B.transposed) ldmatrix_x4(B_frag, advance(B.address, col, k, B.pitch, B.panel_stride));
+  else ldmatrix_x4_trans(B_frag, advance(B.address, k, B.step * col, B.pitch, B.panel_stride));
 }
 
 // acc += A B, where A has `depth` columns, and B is taken from its column first_col on. Of the loop over the

@@ -11,6 +11,7 @@ __global__ void __launch_bounds__(256) reduce_heads_kernel(BwdParams p, const fl
   const int row = blockIdx.x % blocks * block_rows + threadIdx.x / row_threads;
   const int col = threadIdx.x % row_threads * 8;
   if (row >= all_rows_of_K(p)) return;
+  wait_for_previous_kernel();               // it may have started early
   auto add_up = [&](const float* parts, const Tensor& out, float scale, int columns) {
     if (col >= columns) return;
     float sum[8] = {};

@@ -82,13 +82,15 @@ __device__ __forceinline__ void to_A(uint32_t (&A)[k_steps][4], const float (&ac
 // wgmma(D, A, B), for each n
 #include "wgmma_widths.cuh"
 
-// A group of products, S = Q K^T: 64 rows of Q, whose tile has Q_rows in each panel, and all 8 n_tiles of K
+// A group of products, S = Q K^T: 64 rows of Q, whose tile has Q_rows in each panel, and all 8 n_tiles of K.
+// With `accumulate` S += Q K^T.
 template <int k_steps, int n_tiles>
-__device__ __forceinline__ void wgmma_QK(float (&S)[n_tiles][4], uint32_t Q, int Q_rows, uint32_t K) {
+__device__ __forceinline__ void wgmma_QK(float (&S)[n_tiles][4], uint32_t Q, int Q_rows, uint32_t K,
+                                         bool accumulate = false) {
   wgmma_fence();
   #pragma unroll
   for (int k = 0; k < k_steps; k++)
-    wgmma(S, K_major(Q, k, Q_rows), K_major(K, k, 8 * n_tiles), k > 0);
+    wgmma(S, K_major(Q, k, Q_rows), K_major(K, k, 8 * n_tiles), accumulate || k > 0);
   wgmma_commit();
 }
 
