@@ -24,6 +24,7 @@ from conftest import (
 import flash
 from flash_ladder import plan
 from flash_ladder.arithmetic import evaluate
+from flash_ladder.grid import THIN
 
 STAGES = flash.stages("bwd")
 BY_NAME = {s.name: s for s in STAGES}
@@ -33,15 +34,29 @@ DETERMINISTIC = [(s.name, s.deterministic_on_request) for s in STAGES if s.can_b
 ATOMIC = [(s.name, False) for s in STAGES if not s.deterministic]
 
 
+# All but Hopper's rungs below their branch's end. Most tests of these are a build more, and they change
+# little but who copies, multiplies and waits: the grid shows that, and what takes its builds, or one of d=32.
+MOST = [kernel for kernel in KERNELS if is_end(BY_NAME[kernel[0]])
+        or not BY_NAME[kernel[0]].needs.startswith("sm_90")]
+
+
 def name_of(kernel):
     return kernel[0] + "-deterministic" * kernel[1]
 
 
 MASKS = [None, "top", "bottom"]
+
+
+def cases_of(kernel) -> list[tuple]:
+    """Few, if it is asked to be deterministic: then it differs in where dQ is added up."""
+    return THIN if kernel[1] else cases_for(BY_NAME[kernel[0]])
+
+
 every_kernel = pytest.mark.parametrize("kernel", KERNELS, ids=name_of)
-every_kernel_and_type = pytest.mark.parametrize("kernel, dtype", [
+most_kernels = pytest.mark.parametrize("kernel", MOST, ids=name_of)
+most_kernels_and_types = pytest.mark.parametrize("kernel, dtype", [
     pytest.param(kernel, dtype, id=f"{name_of(kernel)}-{dtype}".replace("torch.", ""))
-    for kernel in KERNELS for dtype in BY_NAME[kernel[0]].dtypes])
+    for kernel in MOST for dtype in BY_NAME[kernel[0]].dtypes])
 
 
 def type_of(kernel) -> torch.dtype:
@@ -72,7 +87,7 @@ def assert_equal(first, second):
 
 @pytest.mark.parametrize("kernel, case", [
     pytest.param(kernel, case, id=f"{name_of(kernel)}-{'-'.join(map(str, case))}")
-    for kernel in KERNELS for case in cases_for(BY_NAME[kernel[0]])])
+    for kernel in KERNELS for case in cases_of(kernel)])
 def test_grid(kernel, case, device):
     """With dL and without. A row that sees no key, a key that no row sees: exactly 0."""
     *shape, mask = case
@@ -134,7 +149,7 @@ def test_many_heads(kernel):
     check_gradients(run(kernel, q, k, v, do), q, k, v, do)
 
 
-@every_kernel_and_type
+@most_kernels_and_types
 def test_scale_and_large_scores(kernel, dtype, device):
     """Scores of some +-1000, where P is 0 or 1 nearly everywhere; and a negative and a zero scale."""
     q, k, v = random_qkv(1, 2, 2, 70, 90, 64, device, dtype)
@@ -145,7 +160,7 @@ def test_scale_and_large_scores(kernel, dtype, device):
     assert (gradients[0] == 0).all() and (gradients[1] == 0).all(), "O does not depend on the scores"
 
 
-@every_kernel
+@most_kernels
 def test_far_below_zero(kernel, device):
     """L below -88: then e^(0 - L), of a key of zeros past the end, is infinite, and times 0 it is NaN."""
     q, k, v = random_for(kernel, 1, 2, 1, 70, 90, 64, device)
@@ -270,7 +285,7 @@ def test_bits_do_not_depend_on_the_batch(kernel, device):
 
 
 @pytest.mark.parametrize("kernel, mask", [
-    pytest.param(kernel, mask, id=f"{name_of(kernel)}-{mask}") for number, kernel in enumerate(KERNELS)
+    pytest.param(kernel, mask, id=f"{name_of(kernel)}-{mask}") for number, kernel in enumerate(MOST)
     for mask in (MASKS if is_end(BY_NAME[kernel[0]]) else [MASKS[number % 3]])])
 def test_directional_derivative(kernel, mask, device):
     """What the loss does when q, k or v moves a little, by the forward pass alone: without autograd."""
@@ -293,16 +308,17 @@ def test_directional_derivative(kernel, mask, device):
         assert abs(expected) > 0.1 and abs(found - expected) < allowed * max(1, abs(expected))
 
 
-@every_kernel
+@most_kernels
 def test_tile_sizes(kernel, device):
     """Other tiles, the same result."""
     q, k, v = random_for(kernel, 1, 2, 1, 75, 90, 64, device)
     do, _ = random_gradients(q)
-    for tiles in tile_sizes(BY_NAME[kernel[0]], 64):
+    sizes = tile_sizes(BY_NAME[kernel[0]], 64)
+    for tiles in [tiles for n, tiles in enumerate(sizes) if tiles not in sizes[:n]]:
         check_gradients(run(kernel, q, k, v, do, 15, **tiles), q, k, v, do, 15)
 
 
-@pytest.mark.parametrize("kernel", KERNELS[1:], ids=name_of)
+@pytest.mark.parametrize("kernel", MOST[1:], ids=name_of)
 def test_as_naive(kernel, device):
     """From the O and L that a forward stage leaves, as in training: what the plainest stage makes of them."""
     q, k, v = random_for(kernel, 1, 4, 2, 200, 230, 64, device)

@@ -408,8 +408,11 @@ def derived_backward_bytes(stage: str, N: int, d: int, Br: int, Bc: int) -> int:
     elif torch.float32 not in BACKWARD[stage].dtypes:    # most numbers have 2 bytes
         bytes_ = 2 * N * (2 * 2 * d + (2 + 1) * 4)       # O, dO; L, dL; D
         whole = [Br for _ in tiles_of_q]                 # tiles, past row N
+        like = dict.fromkeys(("tma", "wgmma", "warp_specialized"), "cp_async")
+        like |= dict.fromkeys(("tma_reduce", "overlap", "seeded"), "late_dq")
         in_order = ["mma", "transposed", "split_warps", "cp_async", "late_dq", "split_heads"]
-        rung = in_order.index(stage) if stage in in_order else len(in_order)
+        name = like.get(stage, stage)
+        rung = in_order.index(name) if name in in_order else len(in_order)
         prepared, late, heads = (rung >= in_order.index(name)
                                  for name in ("cp_async", "late_dq", "split_heads"))
         for keys in tiles_of_k:
@@ -778,6 +781,7 @@ def test_no_barrier_can_be_spared(tmp_path, stage, line):
         tiles = min(tile_sizes(stage, d)[0], {"Br": 32, "Bc": 32}, key=lambda tile: -tile["Br"])
         tiles = stage.default_tiles(d) if d == 128 else {"Br": 128, "Bc": 16} if d == 64 else tiles
         if stage.direction == "bwd":
+            tiles = stage.default_tiles(d) if d == 64 else tiles
             report = inspected_backward(file, q, k, v, **tiles)
         else:
             with flash.inspect() as report, contextlib.suppress(RuntimeError):

@@ -259,7 +259,7 @@ def compare(forward, backward, case, dtype, device, seed):
 @pytest.mark.parametrize("stage", [*FWD, *BWD], ids=lambda s: s.path.stem)
 def test_against_float64(stage, case, device, monkeypatch):
     """The gradients with the mask held. Stages in the middle of the branch: one case."""
-    is_end = stage.default or stage.name in ("flash2", "recompute")
+    is_end = stage.default or stage.name in ("flash2", "recompute", "hopper_tuned")
     if not is_end and case is not CASES[0]:
         pytest.skip("a stage in the middle of a branch")
     forward, backward = (stage.name, None) if stage.direction == "fwd" else (None, stage.name)

@@ -237,7 +237,15 @@ def test_other_stages(stage, kind, device):
         small = SMALL | {"Br": 64} if stage.needs == "sm_90a" else SMALL      # rows of a warpgroup
         check(name[kind], stage.name, None, sizes, type_of(stage), device, gradients=False, **small)
     else:
-        check(name[kind], None, stage.name, sizes, type_of(stage), device, **SMALL, **SMALL_BWD)
+        small = dict.fromkeys(SMALL_BWD, 64) if stage.needs == "sm_90a" else SMALL_BWD
+        check(name[kind], None, stage.name, sizes, type_of(stage), device, **SMALL, **small)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_window_at_the_end_of_hoppers_backward(device):
+    """Which no call takes by itself. It looks at either side of a tile in those alone that are cut there."""
+    tiles = {"Br_bwd": 64, "Bc_bwd": 64}
+    check("window", None, "hopper_tuned", (1, 4, 2, 200, 230, 40), torch.bfloat16, device, **SMALL, **tiles)
 
 
 @pytest.mark.parametrize("device", DEVICES)
