@@ -23,31 +23,46 @@
 // A row that sees no key gets and gives no gradient: its P is 0.
 //
 // The ladder. A stage grew from the one before it, if none is named here:
-//   stages/bwd_01_naive.cuh            the five matrix products, plainly; S, P, dP and dS, N x N, in HBM
-//   stages/bwd_02_recompute.cuh        FlashAttention-2: P from L, D = rowsum(dO * O); a K/V tile a block; dQ
-//                                      by atomicAdd
-//   stages/bwd_03_deterministic.cuh    dK and dV in one kernel, dQ in another: no atomics, the same bits
-//                                      every run; 7 products, not 5
-//   stages/bwd_04_register_tiles.cuh   (after recompute) a thread computes 4 x 8 pieces of all five products
-//                                      by outer products; K and V transposed
-//   stages/bwd_05_vectorized.cuh       four numbers at a time: from HBM, in shared memory, and the atomics of
-//                                      dQ
-//   stages/bwd_06_conflict_free.cuh    the lanes of a warp and the rows of tiles are arranged so that no bank
-//                                      conflict is left
-//   stages/bwd_07_fp32_tuned.cuh       what is left: 2^x, cut tiles apart, P out of registers, prefetch of Q
-//                                      and dO, order of blocks
-//   stages/bwd_08_mma.cuh              (after recompute) the five products on tensor cores; P and dS through
-//                                      shared memory
-//   stages/bwd_09_transposed.cuh       S^T = K Q^T and dP^T = V dO^T: P^T and dS^T are operands A as they lie
-//                                      in registers
-//   stages/bwd_10_split_warps.cuh      half of the warps make dV, the others dK: twice the keys a warp
-//   stages/bwd_11_cp_async.cuh         the next Q and dO under way: asynchronous copies into a second buffer
-//   stages/bwd_12_late_dq.cuh          dQ one tile late, under the exponentials; summed as the registers lie
-//   stages/bwd_13_split_heads.cuh      a block for each query head; dK and dV of a group added up in a fixed
-//                                      order
-//   stages/bwd_14_ordered_dq.cuh       deterministic on request: copies of dQ, added up in a fixed order
-//   stages/bwd_15_ampere_tuned.cuh     what is left: order of blocks, masked tiles apart, dK and dV by
-//                                      16-byte stores, unrolling
+//   stages/bwd_01_naive.cuh              the five matrix products, plainly; S, P, dP and dS, N x N, in HBM
+//   stages/bwd_02_recompute.cuh          FlashAttention-2: P from L, D = rowsum(dO * O); a K/V tile a block;
+//                                        dQ by atomicAdd
+//   stages/bwd_03_deterministic.cuh      dK and dV in one kernel, dQ in another: no atomics, the same bits
+//                                        every run; 7 products, not 5
+//   stages/bwd_04_register_tiles.cuh     (after recompute) a thread computes 4 x 8 pieces of all five
+//                                        products by outer products; K and V transposed
+//   stages/bwd_05_vectorized.cuh         four numbers at a time: from HBM, in shared memory, and the atomics
+//                                        of dQ
+//   stages/bwd_06_conflict_free.cuh      the lanes of a warp and the rows of tiles are arranged so that no
+//                                        bank conflict is left
+//   stages/bwd_07_fp32_tuned.cuh         what is left: 2^x, cut tiles apart, P out of registers, prefetch of
+//                                        Q and dO, order of blocks
+//   stages/bwd_08_mma.cuh                (after recompute) the five products on tensor cores; P and dS
+//                                        through shared memory
+//   stages/bwd_09_transposed.cuh         S^T = K Q^T and dP^T = V dO^T: P^T and dS^T are operands A as they
+//                                        lie in registers
+//   stages/bwd_10_split_warps.cuh        half of the warps make dV, the others dK: twice the keys a warp
+//   stages/bwd_11_cp_async.cuh           the next Q and dO under way: asynchronous copies into a second
+//                                        buffer
+//   stages/bwd_12_late_dq.cuh            dQ one tile late, under the exponentials; summed as the registers
+//                                        lie
+//   stages/bwd_13_split_heads.cuh        a block for each query head; dK and dV of a group added up in a
+//                                        fixed order
+//   stages/bwd_14_ordered_dq.cuh         deterministic on request: copies of dQ, added up in a fixed order
+//   stages/bwd_15_ampere_tuned.cuh       what is left: order of blocks, masked tiles apart, dK and dV by
+//                                        16-byte stores, unrolling
+//   stages/bwd_16_tma.cuh                (after transposed) tiles by the copy engine, L and D, too: tensor
+//                                        maps and mbarriers
+//   stages/bwd_17_wgmma.cuh              the five products by warpgroups, from shared memory; P^T and dS^T
+//                                        from registers
+//   stages/bwd_18_warp_specialized.cuh   a producer warp and consumer warpgroups, setmaxnreg, rings of Q and
+//                                        dO
+//   stages/bwd_19_tma_reduce.cuh         dQ leaves by the copy engine, which adds to HBM:
+//                                        cp.reduce.async.bulk
+//   stages/bwd_20_overlap.cuh            exponentials and dS under products, dK under dQ: nobody waits for a
+//                                        product before it must
+//   stages/bwd_21_seeded.cuh             accumulators start from -L and -D, and so the products subtract them
+//   stages/bwd_22_hopper_tuned.cuh       what is left: dQ by one warpgroup, a block for each query head,
+//                                        order of blocks, early launches
 // The lines at a stage's start, and the two functions that it defines, are those of a forward stage.
 #include <cuda_runtime.h>
 #include <math.h>

@@ -460,9 +460,10 @@ SAMPLE = {"fwd_13_cp_async": 8, "bwd_11_cp_async": 16}      # every so many of a
 def test_the_mutants_are_those_of_the_stages():
     """results/cpu/mutants.json has a row for each mutant, and no other; else, and if a stage has changed in
     another way: python results/mutants.py results/cpu --stages NAME."""
-    run = [stage for stage in STAGES if stage.direction == "fwd" or not stage.needs.startswith("sm_90")]
+    run = [s for s in STAGES if s.direction == "fwd" or not s.needs.startswith("sm_90")]
     assert set(ROWS) == {mutant.name for stage in run for mutant in mutants.mutants(stage).values()}
-    assert set(DATA["stages"]) == {stage.path.stem for stage in run}, "some of Hopper's backward have been run"
+    assert set(DATA["stages"]) == {stage.path.stem for stage in run}, (
+        "some of Hopper's backward have been run")
     changed = DATA | {"stages": DATA["stages"] | {"fwd_01_naive": "another hash"}}
     assert set(mutants.stale(changed)) == {"fwd_01_naive", *mutants.stale(DATA)}
     if names := mutants.stale(DATA):
