@@ -118,7 +118,7 @@ __global__ void __launch_bounds__(threads, 1) forward_kernel(
   float inv_l[2];
   store_L(p, m, l, inv_l, bh, warp_row);                                 // lines 13, 15
   rescale(O_reg, inv_l);                                                 // line 12
-  store_rows(p, O_reg, bh, warp_row);                                  // line 14
+  store_rows(p, O_reg, bh, warp_row);                                    // line 14
 }
 
 size_t workspace_bytes(const FwdParams&) { return 0; }
