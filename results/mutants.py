@@ -66,6 +66,8 @@ MORE_SHAPES = [
     (1, 3, 1, 200, 150, 72, -50, (128, 32), ""),
     (1, 3, 1, 140, 60, 136, None, (128, 16), ""),
     (1, 4, 2, 200, 64, 40, -20, (192, 16), ""),
+    (1, 2, 1, 192, 64, 40, -15, (192, 16), ""),      # a warpgroup sees one key of the last tile
+    (1, 2, 1, 192, 64, 40, -190, (192, 16), ""),     # one sees none of the only tile
 ]
 # "a large key": the last one's scores are so large, or so low, that e^score is infinite, or 0: a row's own
 # maximum must prevent it. "large": all are, and each key is the maximum of some row. "low": all are so low

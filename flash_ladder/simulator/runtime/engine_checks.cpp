@@ -141,8 +141,9 @@ void fence_mbarriers(Fiber& f) {
   for (auto& [offset, m] : worker->engines->mbarriers) m.is_visible |= m.initialised_by == &f;
 }
 
-void arrived(Mbarrier& m, Fiber& f) {
+void arrived(Mbarrier& m, Fiber& f, Site site) {
   hand_over(m.released, f);
+  phase_entered(m, f, site);
   hand_over_steps(m.steps, f);
 }
 

@@ -49,6 +49,7 @@ struct Mbarrier {
   const char* last_load_to = nullptr;
   Steps steps, steps_over;        // known by all arrivals, and by those of complete phases
   std::map<int, Seen> seen;       // of the last complete phase, by warp
+  Steps came, came_before;        // when warps have arrived, in this phase and in the one before
 };
 
 // What cuTensorMapEncodeTiled makes of its arguments. (NVIDIA's layout is not documented.)
@@ -155,7 +156,7 @@ void warpgroup_together(const char* name, void* operands, Site site, void (*act)
 void mbarrier_initialised(Mbarrier& m, const void* pc);
 void mbarrier_used(const Mbarrier& m, const void* pc);
 void fence_mbarriers(Fiber& f);
-void arrived(Mbarrier& m, Fiber& f);
+void arrived(Mbarrier& m, Fiber& f, Site site);
 void phase_completed(Mbarrier& m);
 void waited(Mbarrier& m, Fiber& f, Site site);
 void load_started(BulkCopy& c);
@@ -171,6 +172,7 @@ void hand_over_steps(Steps& to, const Fiber& f);
 void take_over_steps(const Fiber& f, const Steps& from);
 void steps_meet(Fiber* const* fibers, size_t count);
 void exchange_steps(const void* address, const Fiber& f);
+void phase_entered(Mbarrier& m, const Fiber& f, Site site);
 void phase_seen(Mbarrier& m, const Fiber& f, Site site);
 void phase_over(Mbarrier& m);
 

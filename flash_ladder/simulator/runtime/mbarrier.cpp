@@ -81,7 +81,7 @@ extern "C" void sim_mbarrier_arrive(const char* name, uint64_t* barrier, int byt
              std::to_string(m.bytes) + " bytes", site);
   if (worker->launch->checked) {
     mbarrier_used(m, __builtin_return_address(0));
-    arrived(m, *worker->current);
+    arrived(m, *worker->current, site);
   }
   m.bytes += bytes;
   m.missing--;
