@@ -122,7 +122,7 @@ __global__ void __launch_bounds__(threads, 1) backward_kernel(
   // P = 2^(c (S - L / c)). Not 0, and not so small that L / c would be infinite: then S counts for nothing
   const float c = Mask::scores ? 1.f : copysignf(fmaxf(fabsf(scale2), 1e-18f), scale2);
   auto seed = [&](float (&acc)[Br / 8][4], float factor, const float* row) {
-    for_each_two(acc, [&](float& x, float& y, int, int col) {
+    for_each_two(one_strip(acc), [&](float& x, float& y, int, int col) {
       const float2 two = *reinterpret_cast<const float2*>(row + col);
       x = pinned(factor * two.x);
       y = pinned(factor * two.y);

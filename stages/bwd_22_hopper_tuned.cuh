@@ -133,7 +133,7 @@ __global__ void __launch_bounds__(threads, 1) backward_kernel(
   // P = 2^(c (S - L / c)). Not 0, and not so small that L / c would be infinite: then S counts for nothing
   const float c = Mask::scores ? 1.f : copysignf(fmaxf(fabsf(scale2), 1e-18f), scale2);
   auto seed = [&](float (&acc)[Br / 8][4], float factor, const float* row) {
-    for_each_two(acc, [&](float& x, float& y, int, int col) {
+    for_each_two(one_strip(acc), [&](float& x, float& y, int, int col) {
       const float2 two = *reinterpret_cast<const float2*>(row + col);
       x = pinned(factor * two.x);
       y = pinned(factor * two.y);
@@ -177,7 +177,7 @@ __global__ void __launch_bounds__(threads, 1) backward_kernel(
     to_A(P_frag, S_reg);
     if constexpr (DROPOUT) {
       uint32_t kept_frag[Br / 16][4];   // P for dV
-      drop_transposed(S_reg, mask, i * Br, j * Bc + first_key);
+      drop_transposed(one_strip(S_reg), mask, i * Br, j * Bc + first_key);
       to_A(kept_frag, S_reg);
       wgmma_PV(dV_reg, kept_frag, dO_columns + buffer);
     } else {
@@ -186,7 +186,7 @@ __global__ void __launch_bounds__(threads, 1) backward_kernel(
     wgmma_wait<1>();                      // dP^T is there, dV goes on
 
     if (DROPOUT) {
-      drop_transposed(dP_reg, mask, i * Br, j * Bc + first_key);
+      drop_transposed(one_strip(dP_reg), mask, i * Br, j * Bc + first_key);
       for_each(dP_reg, [&](float& dP, int, int col) { dP = dropout_scale(p) * dP - D_i[col]; });
     }
     for_both(P_frag, dP_reg, [&](float P, float& dP, int r, int col) { // line 14: dS_ij
@@ -219,7 +219,7 @@ __global__ void __launch_bounds__(threads, 1) backward_kernel(
   if (threadIdx.x % 32 == 0) bulk_wait<0>();
 
   auto store = [&](const Tensor& out, float (&sum)[columns / 8][4], float* heads_part, float scale, int end) {
-    for_each_two(sum, [&](float& x, float& y, int r, int col) {          // line 18, or this head's part
+    for_each_two(one_strip(sum), [&](float& x, float& y, int r, int col) {  // line 18, or a part
       const int key = j * Bc + first_key + r, k = first_col + col;
       if (key >= p.N_k || k >= end || k < part * columns) return;
       if (p.H > p.H_kv)

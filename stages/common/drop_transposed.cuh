@@ -28,9 +28,3 @@ __device__ __forceinline__ void drop_transposed(float (&XT)[strips][n_tiles][4],
     }
   }
 }
-
-// The same of one strip
-template <int n_tiles>
-__device__ __forceinline__ void drop_transposed(float (&XT)[n_tiles][4], const Mask& mask, int row, int col) {
-  drop_transposed(reinterpret_cast<float (&)[1][n_tiles][4]>(XT), mask, row, col);
-}

@@ -8,10 +8,10 @@
 #include "tma.cuh"
 #include "wgmma.cuh"
 
-// As in pairs.cuh, of an accumulator of 16 rows a warp
-template <int n_tiles, class F>
-__device__ __forceinline__ void for_each_two(float (&acc)[n_tiles][4], F f) {
-  for_each_two(reinterpret_cast<float (&)[1][n_tiles][4]>(acc), f);
+// An accumulator of 16 rows a warp as one of several strips (strips.cuh) that has a single one
+template <int n_tiles>
+__device__ __forceinline__ auto& one_strip(float (&acc)[n_tiles][4]) {
+  return reinterpret_cast<float (&)[1][n_tiles][4]>(acc);
 }
 
 // Hand the elements of two accumulators that are at the same place on together: f(x, y, row, col).
