@@ -469,8 +469,10 @@ def test_hbm_traffic_of_a_backward_stage(stage, N):
     assert all(kernel.grid[1:] == (1, 1) for kernel in report.kernels), "a grid's y and z end at 65535"
 
 
-@pytest.mark.parametrize("stage", BACKWARD)
+@pytest.mark.parametrize("stage", [name for name, stage in BACKWARD.items()
+                                   if is_end(stage) or not stage.needs.startswith("sm_90")])
 def test_formula_of_other_shapes_backward(stage):
+    """Hopper's rungs in the middle have formulas of earlier ones."""
     _, tiles, _ = tile_sizes(BACKWARD[stage], 32)
     tensors = random_qkv(2, 6, 2, 50, 70, 32, "cpu", BACKWARD[stage].dtypes[0])
     report = inspected_backward(stage, *tensors, **tiles)
