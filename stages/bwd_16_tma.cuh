@@ -33,7 +33,6 @@
 // HBM traffic without caches (hbm, above): as in cp_async.
 //
 // Changed from transposed: the loads; tiles in panels; prepare_kernel instead of D_kernel and clear_kernel.
-//
 #pragma once
 #include "common/exp2.cuh"
 #include "common/launch.cuh"

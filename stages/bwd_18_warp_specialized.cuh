@@ -20,7 +20,7 @@
 //   consumers   the other warpgroups: wait until a buffer is full, multiply, give it back
 //
 //   rings       one buffer each for K_j and V_j; two each for Q_i with L_i, and for dO_i with D_i
-//               (common/ring.cuh)
+//               (common/ring.cuh, common/ring_rows.cuh)
 //
 // The producer walks through the same heads and tiles as the consumers do, and may be two tiles ahead.
 //

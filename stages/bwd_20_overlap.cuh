@@ -25,9 +25,9 @@
 //
 // Products end in the order in which they were issued, so wgmma_wait<1>() waits for all but the last one.
 //
-// Registers are short. So dV is done before dQ starts, as dQ goes where S, dP and P were. And dS is
-// made of P as it was rounded for dV, which may be read while dV is multiplied. (With P in float beside it 48
-// bytes a thread are spilled at d = 64, and ptxas waits for each product, C7512.)
+// Registers are short. So dV is done before dQ starts, as dQ goes where S, dP and P were. And dS is made of P
+// as it was rounded for dV, which may be read while dV is multiplied. (With P in float beside it 48 bytes a
+// thread are spilled at d = 64, and ptxas waits for each product, C7512.)
 //
 // S^T of the next tile is not issued under dK: in the study that was slower (0.93x), as the two warpgroups
 // are at different products anyhow.
