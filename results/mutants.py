@@ -60,7 +60,7 @@ SHAPES = [
     (1, 1, 1, 130, 80, 72, 0, "tall", ""),
     (1, 1, 1, 64, 64, 64, None, "small", "large"),
 ]
-# For Hopper's stages, as well; the tiles are (Br, Bc). Three blocks take several tiles of Q each, one after
+# For Hopper's forward stages, as well; the tiles are (Br, Bc). Three blocks take several tiles of Q each, one after
 # the other, and have two or three warpgroups of consumers. Some of these see nothing of a tile's last keys.
 MORE_SHAPES = [
     (1, 3, 1, 200, 150, 72, -50, (128, 32), ""),
@@ -80,7 +80,7 @@ SCORES = {"": lambda q, k: None,
 
 def shapes_of(stage: flash.Stage) -> list[tuple]:
     """SHAPES, and what a stage has beside them."""
-    return SHAPES + MORE_SHAPES * stage.needs.startswith("sm_90")
+    return SHAPES + MORE_SHAPES * (stage.direction == "fwd" and stage.needs.startswith("sm_90"))
 
 
 def tiles_of(stage: flash.Stage, d: int) -> dict[str, dict[str, int]]:
