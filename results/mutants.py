@@ -60,8 +60,9 @@ SHAPES = [
     (1, 1, 1, 130, 80, 72, 0, "tall", ""),
     (1, 1, 1, 64, 64, 64, None, "small", "large"),
 ]
-# For Hopper's forward stages, as well; the tiles are (Br, Bc). Three blocks take several tiles of Q each, one after
-# the other, and have two or three warpgroups of consumers. Some of these see nothing of a tile's last keys.
+# For Hopper's forward stages, as well; the tiles are (Br, Bc). Three blocks take several tiles of Q each, one
+# after the other, and have two or three warpgroups of consumers. Some of these see nothing of a tile's last
+# keys.
 MORE_SHAPES = [
     (1, 3, 1, 200, 150, 72, -50, (128, 32), ""),
     (1, 3, 1, 140, 60, 136, None, (128, 16), ""),
