@@ -12,8 +12,8 @@
 //
 // With a causal mask and N = 2048 a tile of Q has 8 steps on average. In the first one nothing runs under the
 // softmax; the last one's P V runs alone; then O is divided and stored. Of the samples that ncu took of such
-// a kernel 22 % were there, where one step's work is 9 % (H200, d = 128). But the two products of a step are
-// of different tiles of K and V already. So they may be of different tiles of Q, too:
+// a kernel 2.4 times as many were there as in one step's work (H200, d = 128). But the two products of a step
+// are of different tiles of K and V already. So they may be of different tiles of Q, too:
 //
 //   step             ...   t = end - 1            t = 0 of the next tile               ...
 //   issued                 S, P V of end - 2      S of the next, P V of end - 1

@@ -6,12 +6,12 @@
 
 // dKV_parts: dK, then dV, each (B, H, N_k, d). Sums over the query heads of a key head, in their order.
 __global__ void __launch_bounds__(256) reduce_heads_kernel(BwdParams p, const float* dKV_parts) {
+  wait_for_previous_kernel();               // it may have started early
   const int blocks = ceil_div(all_rows_of_K(p), block_rows), bh = blockIdx.x / blocks;
   const int b = bh / p.H_kv, h_kv = bh % p.H_kv, group = p.H / p.H_kv;
   const int row = blockIdx.x % blocks * block_rows + threadIdx.x / row_threads;
   const int col = threadIdx.x % row_threads * 8;
   if (row >= all_rows_of_K(p)) return;
-  wait_for_previous_kernel();               // it may have started early
   auto add_up = [&](const float* parts, const Tensor& out, float scale, int columns) {
     if (col >= columns) return;
     float sum[8] = {};
