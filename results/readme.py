@@ -53,7 +53,9 @@ def ladder() -> str:
     lines = ["| stage | after | forward | backward | idea |", "|---|---|---|---|---|"]
     for name, found in by_name.items():
         first = next(iter(found.values()))
-        default = f" [{first.default}]" if first.default else ""
+        alone = "".join(f", {report.PASSES[s.direction]} alone" for s in found.values()
+                        if s.default and len({other.default for other in found.values()}) > 1)
+        default = f" [{first.default}{alone}]" if first.default else ""
         bold = "**" if first.default else ""
         cells = [cell(found[direction]) if direction in found else "" for direction in ("fwd", "bwd")]
         after = dict.fromkeys(s.after for s in found.values() if s.after)
