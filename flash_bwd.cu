@@ -110,6 +110,9 @@ struct BwdParams {           // launch.py fills its twin, field for field
 
 [[maybe_unused]] constexpr int d_v = HEAD_DIM_V;     // columns of V and O, dV and dO: d, or fewer
 
+#ifdef TIMELINE_FILE        // marks for bench.py --timeline
+#include TIMELINE_FILE
+#endif
 #include STAGE_FILE
 #include "stages/common/mask.cuh"        // if the stage has not: its lists of tiles
 

@@ -22,7 +22,8 @@ from .stage import DIRECTIONS, Stage
 SECTION = re.compile(r"\s*// ---(?: (\S.*))?$")
 CONTEXT = 3  # unchanged lines around a change
 # Thin functions around single instructions, and what no stage includes: they count for nobody
-INSTRUCTIONS = ("ptx.cuh", "hopper.cuh", "wgmma_widths.cuh", "cluster.cuh", "timeline.cuh")
+INSTRUCTIONS = ("ptx.cuh", "hopper.cuh", "wgmma_widths.cuh", "cluster.cuh", "timeline.cuh",
+                "timeline_fwd.cuh", "timeline_bwd.cuh")
 # What every stage has of the file that includes it. That file includes mask.cuh, too, for the lists of tiles:
 # it counts for the first stage that asks a mask.
 TENSORS = ROOT / "stages" / "common" / "tensor.cuh"

@@ -18,7 +18,9 @@ for part in ${*:-test libraries rungs timeline ratios host counters sanitizer}; 
     test) $python -m pytest -q -n 4 --dist loadgroup tests/test_hopper.py tests/test_forward.py ;;
     libraries) $python results/hopper.py "$to" ${FA3:+--fa3 "$FA3"} ${CUDART:+--cudart "$CUDART"} ;;
     rungs) $python bench.py --rungs --out "$to" ;;
-    timeline) $python bench.py --timeline --seqlens 4096 --out "$to/timeline" ;;
+    timeline) for pass in fwd bwd; do
+                $python bench.py --timeline --pass $pass --seqlens 4096 --out "$to/timeline"
+              done ;;
     ratios) $python results/ratios.py "$to" ;;
     host) $python results/host.py "$to" ;;
     counters) $python results/ncu.py "$to" && $python results/ncu.py "$to" --pass bwd ;;

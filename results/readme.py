@@ -20,6 +20,7 @@ import masks  # noqa: E402
 import models  # noqa: E402
 import varlen  # noqa: E402
 from simulated import (  # noqa: E402, F401 - by their names in PARTS
+    backward_timelines,
     conflicts,
     counts,
     finding,
@@ -372,7 +373,7 @@ def lessons() -> str:
 PARTS = ("ladder", "speed", "lessons", "host", "rungs", "results", "backward", "ratios", "long", "results16",
          "backward16", "ratios16", "measured_masks", "measured_dropout", "measured_varlen", "measured_decode",
          "measured_models", "finding", "traffic", "counts", "conflicts", "planted_bugs", "stage_mutants",
-         "sampled_mutants", "timelines")
+         "sampled_mutants", "timelines", "backward_timelines")
 
 
 def updated(texts: dict[str, str]) -> dict[str, str]:

@@ -59,14 +59,22 @@ def traffic() -> str:
 
 def timelines() -> str:
     """What the model of a multiprocessor makes of the rungs from tma on: `bench.py --timeline`."""
-    found = {file.stem.removeprefix("timeline_"): json.loads(file.read_text())
-             for file in (RESULTS / "cpu" / "timeline").glob("*.json")}
-    all_data = [found[stage.name] for stage in flash.stages("fwd") if stage.name in found]
+    return _timelines("fwd", "timeline_", "python bench.py --timeline --out results/cpu/timeline")
+
+
+def backward_timelines() -> str:
+    return _timelines("bwd", "timeline_bwd_",
+                      "python bench.py --timeline --pass bwd --out results/cpu/timeline")
+
+
+def _timelines(direction: str, start: str, command: str) -> str:
+    folder = RESULTS / "cpu" / "timeline"
+    files = [folder / f"{start}{stage.name}.json" for stage in flash.stages(direction)]
+    all_data = [json.loads(file.read_text()) for file in files if file.exists()]
     header, *rows = timeline.rows(all_data)
     lines = [f"| {' | '.join(row)} |" for row in (header, ["---", *["---:"] * (len(header) - 1)], *rows)]
     origin = (f"{report.title(all_data[0])}, N={all_data[0]['shape']['N']}, a block alone on its "
-              "multiprocessor, in the simulator: `python bench.py --timeline --out results/cpu/timeline`. "
-              f"{all_data[0]['note']}")
+              f"multiprocessor, in the simulator: `{command}`. {all_data[0]['note']}")
     return "\n".join([*lines, "", origin])
 
 

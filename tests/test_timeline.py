@@ -15,10 +15,14 @@ from flash_ladder import ahead, launch
 from flash_ladder.bench import arguments, chart, marks, modes, steps, timeline
 from flash_ladder.bench.marks import BEGIN, END, POINT, Block, Mark, Source, Span
 
-STAGES = {stage.name: stage for stage in flash.stages("fwd") if timeline.has_marks(stage)}
+BOTH = ("fwd", "bwd")
+STAGES, BACKWARD = ({stage.name: stage for stage in flash.stages(direction) if timeline.has_marks(stage)}
+                    for direction in BOTH)
+ALL = [*STAGES.values(), *BACKWARD.values()]
 needs_nvcc = pytest.mark.skipif(NVCC is None, reason=WHY_NOT)
-# Bytes that the producer spills for its marks: it has 24 registers there
+# Bytes that are spilled for marks: by the producer, which has 24 registers; and where d is not 128
 SPILLED = {"seamless": 8, "early_wait": 8}
+SPILLED_BACKWARD = {("seeded", 64): 16, ("overlap", 256): 44, ("hopper_tuned", 256): 16}
 
 
 @pytest.fixture(autouse=True)
@@ -29,15 +33,17 @@ def no_gpu(monkeypatch):
 # ------------------------------------------------------------------------------------------ the marks in CUDA
 def test_every_hopper_stage_leaves_marks():
     assert list(STAGES)[:4] == ["tma", "wgmma", "warp_specialized", "overlap"]
-    assert all(stage.needs.startswith("sm_90") for stage in STAGES.values())
+    assert list(BACKWARD)[:5] == ["tma", "wgmma", "warp_specialized", "tma_reduce", "overlap"]
+    assert all(stage.needs.startswith("sm_90") for stage in ALL)
 
 
 @needs_nvcc
-@pytest.mark.parametrize("stage", STAGES.values(), ids=STAGES)
+@pytest.mark.parametrize("stage", ALL, ids=lambda stage: stage.path.stem)
 def test_compiles_with_marks(stage, tmp_path):
-    """Marks everywhere, in one stage not where products are under way: ptxas serialises none, and spills
-    nothing but a few bytes of two producers. Of one stage the host's code, too."""
-    more = {"TIMELINE_FILE": timeline.FILE, "TIMELINE_IN_FLIGHT": str(int(stage.name != "lazy_rescale"))}
+    """Marks everywhere, in two stages not where products are under way: ptxas serialises none, and spills
+    nothing but a few bytes of two producers. Of one stage a pass the host's code, too."""
+    more = {"TIMELINE_FILE": timeline.FILES[stage.direction],
+            "TIMELINE_IN_FLIGHT": str(int(stage.name not in ("lazy_rescale", "seeded")))}
     output = ("-c", "-Xcompiler", "-fPIC") if stage.name == "tma" else ("-cubin",)
     report = compile_stage(stage, "sm_90a", 128, True, tmp_path, torch.bfloat16, more=more, output=output)
     assert SERIALISED not in report, report
@@ -50,21 +56,32 @@ def test_compiles_with_marks(stage, tmp_path):
 
 
 @needs_nvcc
-def test_without_the_flag_nothing_is_marked(tmp_path):
-    """The compiler gets the same text as if flash_fwd.cu had no such lines."""
-    source = flash.ROOT / "flash_fwd.cu"
-    without = tmp_path / "flash_fwd.cu"
+@pytest.mark.parametrize("name, d", SPILLED_BACKWARD)
+def test_what_marks_of_the_backward_pass_spill(name, d, tmp_path):
+    """Little, as docs/timeline.md says, and no product is serialised for it."""
+    more = {"TIMELINE_FILE": timeline.FILES["bwd"], "TIMELINE_IN_FLIGHT": "1"}
+    report = compile_stage(BACKWARD[name], "sm_90a", d, True, tmp_path, torch.bfloat16, more=more)
+    spilled = max(map(int, re.findall(r"(\d+) bytes spill stores", report)))
+    assert SERIALISED not in report and spilled == SPILLED_BACKWARD[name, d], report
+
+
+@needs_nvcc
+@pytest.mark.parametrize("stage", [STAGES["pingpong"], BACKWARD["hopper_tuned"]], ids=["fwd", "bwd"])
+def test_without_the_flag_nothing_is_marked(stage, tmp_path):
+    """The compiler gets the same text as if flash_fwd.cu or flash_bwd.cu had no such lines."""
+    source = flash.ROOT / f"flash_{stage.direction}.cu"
+    without = tmp_path / source.name
     text = source.read_text()
     without.write_text(re.sub(r"#ifdef TIMELINE_FILE.*?#endif\n", "", text, flags=re.S))
     assert without.read_text() != text
-    stage, code = STAGES["pingpong"], []
+    code = []
     macros = flash.definitions(stage, torch.bfloat16, 64, False, stage.default_tiles(64))
     defines = [f'-D{name}="{x}"' if "FILE" in name else f"-D{name}={x}" for name, x in macros.items()]
     for file in (source, without):
         done = subprocess.run([NVCC, "-E", "-std=c++17", "-arch=compute_90a", f"-I{flash.ROOT}", *defines,
                                file], capture_output=True, text=True, check=True)
         code.append([line for line in done.stdout.splitlines() if line and not line.startswith("#")])
-    assert code[0] == code[1] and any("forward_kernel" in line for line in code[0])
+    assert code[0] == code[1] and any("ward_kernel" in line for line in code[0])
 
 
 @pytest.mark.parametrize("stage, kind, call, label, ring", [
@@ -84,11 +101,44 @@ def test_without_the_flag_nothing_is_marked(tmp_path):
     ("hopper_tuned", "store", "store_panels(", "store_panels", ""),
 ])
 def test_labels_are_the_stages_own_words(stage, kind, call, label, ring):
-    path = STAGES[stage].path
-    line = next(n for n, text in enumerate(path.read_text().splitlines(), 1)
-                if call in text.split("//")[0])
-    source = Source(path)
+    line, source = line_of(STAGES[stage], call), Source(STAGES[stage])
     assert (source.label(kind, line), source.ring(line)) == (label, ring)
+
+
+@pytest.mark.parametrize("stage, kind, call, label, ring", [
+    ("tma", "copy", "mbarrier_arrive_expect(", "load_tiles", ""),
+    ("tma", "product", "multiply(dP_reg", "dP", ""),
+    ("tma", "product", "multiply<Br / 16>(dK_reg", "dK", ""),
+    ("wgmma", "product", "wgmma_QK<width / 16>(S_reg", "S", ""),
+    ("wgmma", "product", "wgmma_PV(dV_reg", "dV", ""),
+    ("hopper_tuned", "product", "wgmma_dQ<", "dQ", ""),
+    ("warp_specialized", "copy", " fill(Q_smem", "fill(Q_smem)", "Q"),
+    ("warp_specialized", "empty", " fill(dO_smem", "fill(dO_smem)", "dO"),
+    ("warp_specialized", "copy", "K_smem.fill(", "K_smem.fill", "K"),
+    ("warp_specialized", "meeting", "named_barrier_sync(", "named_barrier_sync", ""),
+    ("tma_reduce", "bulk_add", "", "bulk_add", ""),
+    ("overlap", "release", "dO_smem.release(", "release", "dO"),
+    ("overlap", "dS", "for_both(P_frag", "for_both(P_frag, dP_reg)", ""),
+    ("seeded", "elements", "for_each_two(", "seed", ""),
+    ("seeded", "gradients", "for_each_pair(", "store", ""),
+])
+def test_labels_of_the_backward_pass(stage, kind, call, label, ring):
+    """A product goes by what it makes; bulk_add has no line of the stage."""
+    line, source = line_of(BACKWARD[stage], call) if call else 0, Source(BACKWARD[stage])
+    assert (source.label(kind, line), source.ring(line)) == (label, ring)
+
+
+@pytest.mark.parametrize("stage, calls", [
+    ("tma", {"for_both(S_reg": "P and dS", "round_to_A(P_frag": "elements", "round_to_A(dS_frag": "shared",
+             "for_each(dQ_reg": "sums", "for_each(dK_reg": "elements", "for_each_pair(": "gradients"}),
+    ("warp_specialized", {"for_both(S_reg": "P and dS", "store_fragments(": "shared"}),
+    ("overlap", {"for_both(S_reg": "P", "for_both(P_frag": "dS", "store_fragments(": "shared"}),
+    ("hopper_tuned", {"for_each(S_reg, [&](float& x": "P", "for_each(S_reg, [&](float& P": "elements",
+                      "for_both(P_frag": "dS", "for_each_two(one_strip(acc)": "elements",
+                      "for_each_two(one_strip(sum)": "gradients"})])
+def test_what_a_stage_does_with_elements(stage, calls):
+    source = Source(BACKWARD[stage])
+    assert {call: source.work(line_of(BACKWARD[stage], call)) for call in calls} == calls
 
 
 # ------------------------------------------------------------------------------------------ the model
@@ -169,6 +219,34 @@ def test_barriers_of_the_block():
     assert found["b", "work", "softmax"] == [(70, 150)]
 
 
+def test_meetings_of_warpgroups():
+    """At a named barrier; those of another number are others."""
+    def user(work, number):
+        return lane(*product(work), ("meeting", BEGIN, number, ""), ("meeting", END, number, ""), *product(1))
+    found = run(a=user(20, 1), b=user(30, 1), c=user(40, 2))
+    assert found["a", "work", "meeting"] == [(20, 50)] and ("b", "work", "meeting") not in found
+    assert found["tensor cores", "tensor cores", "product"][-1] == (92, 93)
+
+
+def test_sums_leave_beside_products():
+    """bulk_add() costs the warp nothing; it waits where it needs the place of the last sums."""
+    add = ("bulk_add", POINT, 51200, "")
+    wait = ("bulk_wait", BEGIN, 0, ""), ("bulk_wait", END, 0, "")
+    found = run(a=lane(*wait, add, *product(64), *wait, add, *wait))
+    assert found["a", "copies", "bulk_add"] == [(0, 100), (100, 200)]
+    assert found["a", "products", "product"] == [(0, 64)]
+    assert found["a", "work", "bulk_wait"] == [(64, 100), (100, 200)]
+
+
+@pytest.mark.parametrize("kind, steps", [
+    ("P", 32), ("dS", 8), ("P and dS", 40), ("shared", 8), ("sums", 32), ("gradients", 16)])
+def test_what_64_columns_take(kind, steps):
+    """Exponentials 128 a step, dS a quarter of that; 512 bytes to HBM, 1024 to shared memory."""
+    found = run(a=lane((kind, BEGIN, 64, ""), (kind, END, 64, ""), ("elements", BEGIN, 64, ""),
+                       ("elements", END, 64, "")))
+    assert found == {("a", "work", kind): [(0, steps)]}
+
+
 def test_marks_that_do_not_fit_together():
     lanes = {"a": lane(("wait", BEGIN, 0, "K0"), ("wait", END, 0, "K0"))}
     with pytest.raises(ValueError, match="do not fit together: a at wait would wait for ever"):
@@ -211,12 +289,18 @@ def from_gpu(stage):
                 (640, "finish", BEGIN, "all", 0), (704, "finish", END, "all", 0)]
     producer = [(-32, "empty", BEGIN, "K fill", 3 + 2 * marks.MOST_STEPS),
                 (-32, "copy", POINT, "K fill", 2048)]
-    buffer = numpy.zeros((), marks.BUFFER)
+    buffer = in_buffer({0: consumer, 8: producer}, at)
     buffer["multiprocessors"][1] = 77
     buffer["nanoseconds_and_what"][0, 0, 0] = 0, at["QK"] << 22    # of a block that does less
-    for warp, left in ((0, consumer), (8, producer)):
+    return buffer
+
+
+def in_buffer(warps, at):
+    """Marks of block 1, by warp."""
+    buffer = numpy.zeros((), marks.BUFFER)
+    for warp, left in warps.items():
         for n, (time, kind, side, line, amount) in enumerate(left):
-            what = at[line] << 22 | marks.KINDS.index(kind) << 18 | side << 16 | amount
+            what = at[line] << 22 | 3 * marks.KINDS.index(kind) + side << 16 | amount
             buffer["nanoseconds_and_what"][1, warp, n] = (2**32 - 128 + time) % 2**32, what
     return buffer
 
@@ -233,6 +317,41 @@ def test_marks_of_a_gpu():
         ("warps 0 to 3", "work", "softmax", "softmax", 416, 672),
         ("warps 0 to 3", "work", "finish", "wgmma_wait", 672, 736)}
     assert data["shares"] == {"products": 640 / 736, "softmax": 1}
+
+
+def test_marks_of_a_backward_pass_on_a_gpu():
+    """As tma_reduce's warps would leave them: its text says what is done with elements, and sums are under
+    way until the warp has waited for them."""
+    stage = BACKWARD["tma_reduce"]
+    at = {name: line_of(stage, text) for name, text in {
+        "Q fill": " fill(Q_smem", "Q wait": "Q_smem.wait_until_full", "S": "wgmma_QK<width / 16>(S_reg",
+        "dQ": "wgmma_dQ<", "all": "wgmma_wait<0>", "both": "for_both(", "shared": "store_fragments(",
+        "meet": "named_barrier_sync(", "store": "for_each_pair("}.items()} | {"": 0}
+    consumer = [(0, "wait", BEGIN, "Q wait", 3), (64, "wait", END, "Q wait", 0),
+                (64, "product", POINT, "S", 64), (64, "finish", BEGIN, "all", 0),
+                (96, "finish", END, "all", 0),
+                (96, "elements", BEGIN, "both", 64), (160, "elements", END, "both", 64),
+                (160, "elements", BEGIN, "shared", 64), (192, "elements", END, "shared", 64),
+                (192, "meeting", BEGIN, "meet", 1), (256, "meeting", END, "meet", 1),
+                (256, "product", POINT, "dQ", 32), (256, "finish", BEGIN, "all", 0),
+                (288, "finish", END, "all", 0), (288, "bulk_add", POINT, "", 256),
+                (320, "bulk_wait", BEGIN, "", 0), (352, "bulk_wait", END, "", 0),
+                (352, "elements", BEGIN, "store", 128), (416, "elements", END, "store", 128)]
+    producer = [(-32, "empty", BEGIN, "Q fill", 3 + 2 * marks.MOST_STEPS), (0, "copy", POINT, "Q fill", 2048)]
+    data = timeline.of_marks(in_buffer({0: consumer, 8: producer}, at), stage, in_flight=True)
+    us = "warps 0 to 3"
+    assert {tuple(span) for span in data["spans"]} == {
+        ("producer, warp 8", "work", "empty", "fill(Q_smem)", 0, 32),
+        ("producer, warp 8", "copies", "copy", "fill(Q_smem)", 32, 96),
+        (us, "work", "wait", "Q_smem.wait_until_full", 32, 96),
+        (us, "products", "product", "S", 96, 128), (us, "work", "finish", "wgmma_wait", 96, 128),
+        (us, "work", "P and dS", "for_both(S_reg, dP_reg)", 128, 192),
+        (us, "work", "shared", "store_fragments(dST_smem)", 192, 224),
+        (us, "work", "meeting", "named_barrier_sync", 224, 288),
+        (us, "products", "product", "dQ", 288, 320), (us, "work", "finish", "wgmma_wait", 288, 320),
+        (us, "copies", "bulk_add", "bulk_add", 320, 384), (us, "work", "bulk_wait", "bulk_wait", 352, 384),
+        (us, "work", "gradients", "store", 384, 448)}
+    assert data["shares"] == {"products": 64 / 448, "softmax": 0}
 
 
 def test_a_block_without_marks():
@@ -291,6 +410,20 @@ def test_the_model_beside_a_gpu(tmp_path, monkeypatch):
     assert timeline.beside(STAGES["tma"], 4096, args) is None
 
 
+def test_a_backward_pass_gets_what_a_forward_one_gave(monkeypatch):
+    """On a GPU O and L, as no number is to be out of the ordinary; in the simulator none counts."""
+    (args,) = arguments.parse_arguments(["--timeline", "--pass", "bwd", "--seqlens", "8", "--head-dim", "16"])
+    q, k, v, dO = inputs = torch.randn(4, 1, 2, 8, 16)
+    given = torch.ones_like(q), torch.ones(1, 2, 8)
+    monkeypatch.setattr(timeline, "random_inputs", lambda N, args: inputs)
+    monkeypatch.setattr(flash, "attention", lambda *tensors, **options: given)
+    for device, (o, lse) in {"cuda": given, "cpu": (torch.zeros_like(q), torch.zeros(1, 2, 8))}.items():
+        args.device = torch.device(device)
+        named = timeline.tensors(8, args)
+        assert torch.equal(named["O"], o) and torch.equal(named["L"], lse)
+        assert all(named[name] is not None for name in ("dQ", "dK", "dV")) and torch.equal(named["dO"], dO)
+
+
 # ------------------------------------------------------------------------------------------ in the simulator
 def test_in_the_simulator(tmp_path, capsys):
     """As results/ have it for docs/timeline.md. Else: the command at the end of its table."""
@@ -308,6 +441,44 @@ def test_in_the_simulator(tmp_path, capsys):
     assert lanes == {"tensor cores", "warps 0 to 3", "warps 4 to 7", "producer, warp 8"}
     for name in ("tma", "hopper_tuned"):
         assert (tmp_path / f"timeline_{name}.png").stat().st_size > 10_000
+
+
+def test_a_backward_pass_in_the_simulator(tmp_path, capsys):
+    """As results/ have it for docs/timeline.md."""
+    name = "timeline_bwd_tma_reduce.json"
+    there = json.loads((flash.ROOT / "results/cpu/timeline" / name).read_text())
+    assert modes.main(["--timeline", "--pass", "bwd", "--stages", "tma_reduce", "--out", str(tmp_path)]) == 0
+    data, out = json.loads((tmp_path / name).read_text()), capsys.readouterr().out
+    assert data["spans"] == there["spans"] and data["shape"] == there["shape"]
+    assert f"{100 * data['shares']['products']:.0f} %" in out and "P and dS beside products" in out
+    assert (tmp_path / name).with_suffix(".png").stat().st_size > 10_000
+    assert {row for lane, row, *_ in data["spans"] if lane == "warps 0 to 3"} == {
+        "products", "work", "copies"}
+
+
+@pytest.mark.parametrize("name", BACKWARD)
+def test_each_backward_stage_in_a_small_shape(name):
+    """Two heads of queries share one of keys, causal: five products a tile that some row sees, all of dS
+    through shared memory, dQ added once, by the warps or by the copy engine; dK and dV stored."""
+    (args,) = arguments.parse_arguments(["--timeline", "--pass", "bwd", "--stages", name, "--seqlens", "256",
+                                         "--heads", "2:1", "--head-dim", "64", "--causal"])
+    data = timeline.simulated(BACKWARD[name], 256, args)
+    spans, Br = timeline.spans_of(data), data["tiles"]["Br"]
+    busy = {}
+    for span in spans:
+        if span.row == "tensor cores":
+            product = span.label.split()[0]
+            busy[product] = busy.get(product, 0) + span.end - span.start
+    tiles = 256 // Br * (1 if name == "hopper_tuned" else 2)     # all rows, of one head or two
+    assert busy == dict.fromkeys(("S", "dP", "dV", "dK", "dQ"), tiles * Br * 128 * 64 // (64 * 16 * 16))
+    warpgroups = {span.lane for span in spans if span.row == "work"} - {"producer, warp 8"}
+    kinds = {kind: sum(span.end - span.start for span in spans if span.kind == kind)
+             for kind in ("shared", "gradients", "sums", "bulk_add")}
+    assert len(warpgroups) == 2 and kinds["gradients"] == 2 * 128 * 64 * 2 / steps.COPIED_BYTES
+    assert kinds["shared"] == tiles * Br * 128 * 2 / steps.SHARED_BYTES
+    by_warps = name in ("tma", "wgmma", "warp_specialized")
+    assert kinds["sums"] == by_warps * tiles * Br * 64 * 4 / steps.COPIED_BYTES
+    assert (kinds["bulk_add"] > 0) != by_warps
 
 
 def test_a_stage_that_fails(tmp_path, capsys, monkeypatch):
@@ -334,6 +505,13 @@ def test_the_ladder_from_tma_on_by_default(monkeypatch, tmp_path):
     assert (args.dtype, args.head_dim, args.seqlens, args.causal) == ("bf16", 128, [512], False)
 
 
+def test_the_backward_ladder_by_its_pass(monkeypatch, tmp_path):
+    asked = []
+    monkeypatch.setattr(modes, "MODES", (timeline_of(asked),))
+    modes.main(["--timeline", "--pass", "bwd", "--out", str(tmp_path)])
+    assert [stage.path for stage in asked[0].stages] == [stage.path for stage in BACKWARD.values()]
+
+
 def timeline_of(asked):
     def timeline(args: argparse.Namespace) -> int:
         asked.append(args)
@@ -348,7 +526,9 @@ def timeline_of(asked):
     ("--stages tmy", "--stages: no forward stage 'tmy' for bf16; there are "),
     ("--dtype fp32", "--timeline: no stage that leaves marks takes fp32 here: they need sm_90, and bf16 or "
                      "fp16"),
-    ("--pass bwd", "--timeline: the forward stages alone leave marks: --pass fwd"),
+    ("--pass bwd --stages mma", "--timeline: mma leaves no marks; those from tma on do, whose copies and "
+                                "products are asynchronous: --stages tma,wgmma,warp_specialized,tma_reduce,"),
+    ("--pass fwd,bwd", "--timeline: takes one pass: --pass fwd, the default, or --pass bwd"),
     ("--seqlens 64,128", "--timeline: takes one N; --seqlens has 64, 128"),
     ("--mask causal", "--timeline: measures nothing beside it, and takes no --mask"),
     ("--rungs", "--timeline: draws calls of attention(), and takes no --rungs"),
@@ -377,5 +557,6 @@ def test_what_a_gpu_is_to_measure(tmp_path):
     assert len(files) > 5 and all((flash.ROOT / file).is_file() for file in files)
     done = subprocess.run(["sh", script, tmp_path, "timeline"], capture_output=True, text=True,
                           env={"PYTHON": "echo", "PATH": "/usr/bin:/bin"})
-    assert done.stdout == f"== timeline\nbench.py --timeline --seqlens 4096 --out {tmp_path}/timeline\n"
+    asked = [f"bench.py --timeline --pass {each} --seqlens 4096 --out {tmp_path}/timeline" for each in BOTH]
+    assert done.stdout.splitlines() == ["== timeline", *asked]
     assert subprocess.run(["sh", script, tmp_path, "nothing"], capture_output=True).returncode == 2

@@ -98,7 +98,8 @@ def parse_arguments(argv: list[str] | None = None) -> list[argparse.Namespace]:
              f"peers: {', '.join(DECODE_PEERS)}")
     add("--timeline", action="store_true",
         help="draw what the warps of a block do side by side: copies, products, softmax, waits; of --stages, "
-             "from tma on; default: all of them. On a GPU by its own clock; in the simulator by a model")
+             "from tma on; default: all of them; with --pass bwd those of the backward pass. On a GPU by its "
+             "own clock; in the simulator by a model")
     add("--queries", metavar="N,N", type=positive_integers,
         help=f"with --decode: of a sequence, up to {MOST_QUERIES}; default: "
              f"{','.join(map(str, QUERIES['cuda']))}, or {','.join(map(str, QUERIES['cpu']))} on CPU")
@@ -230,8 +231,8 @@ def set_timeline_defaults(args: argparse.Namespace) -> None:
     others = ("inspect", "sweep", "mask", "checkpoint", "preset", "peers")
     if given := [name for name in others if getattr(args, name) is not None]:
         raise ValueError(f"--timeline: measures nothing beside it, and takes no --{given[0]}")
-    if args.passes not in (None, ["fwd"]):
-        raise ValueError("--timeline: the forward stages alone leave marks: --pass fwd")
+    if args.passes not in (None, ["fwd"], ["bwd"]):
+        raise ValueError("--timeline: takes one pass: --pass fwd, the default, or --pass bwd")
     if args.seqlens and len(args.seqlens) > 1:
         raise ValueError(f"--timeline: takes one N; --seqlens has {', '.join(map(str, args.seqlens))}")
     for name, (on_gpu, on_cpu) in TIMELINE_DEFAULTS.items():
@@ -241,9 +242,9 @@ def set_timeline_defaults(args: argparse.Namespace) -> None:
 
 def for_timeline(args: argparse.Namespace) -> argparse.Namespace:
     """With the stages that leave marks, or those that are asked for."""
-    asked = (args.stages or "").split(",")
-    check_stages([stage for stage in flash.stages("fwd") if stage.name in asked])   # whatever their types
-    args = for_pass("fwd", args)
+    asked, direction = (args.stages or "").split(","), args.passes[0]
+    check_stages([stage for stage in flash.stages(direction) if stage.name in asked])   # of any type
+    args = for_pass(direction, args)
     if asked != [""]:
         check_stages(args.stages)
     args.stages = [stage for stage in args.stages if has_marks(stage)]

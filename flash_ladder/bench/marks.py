@@ -11,22 +11,23 @@ import re
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 
 import numpy
 
 from ..sources import read_source
+from ..stage import Stage
 
 # As in timeline.cuh, which says more
 BLOCKS, WARPS, MOST_MARKS = 32, 16, 1024
 KINDS = ("wait", "empty", "copy", "release", "turn", "end of turn", "product", "finish", "maximum",
-         "exponential", "softmax", "store", "barrier")
+         "exponential", "softmax", "store", "barrier", "elements", "meeting", "bulk_wait", "bulk_add")
 BEGIN, END, POINT = range(3)
 MOST_STEPS = 4096
 BUFFER = numpy.dtype([("nanoseconds_and_what", "<u4", (BLOCKS + 1, WARPS, MOST_MARKS, 2)),
                       ("multiprocessors", "<u4", (BLOCKS + 1,))])
 COPIED_AT_ONCE = 16  # bytes
-SOFTMAX = ("maximum", "exponential", "softmax")
+# The softmax and its parts; in the backward pass P and dS
+SOFTMAX = ("maximum", "exponential", "softmax", "P", "dS", "P and dS")
 WARPGROUP = 4        # warps; of each the first one is shown
 # What a line calls, by the kind of its mark; the object before the dot is part of the name
 CALLS = {"wait": r"[\w.]*\b(?:wait_until_full|pass|mbarrier_wait)\b",
@@ -34,7 +35,14 @@ CALLS = {"wait": r"[\w.]*\b(?:wait_until_full|pass|mbarrier_wait)\b",
          "turn": r"\w+\.wait\b", "product": r"\bwgmma_(?:QK|PV)\b", "finish": r"\bwgmma_wait\b",
          "maximum": r"\bmaximum_step\b", "exponential": r"\bexponentials\b", "softmax": r"\bsoftmax_step\b",
          "store": r"\bstore_(?:rows|panels)\b"}
-OWN_NAME = ("copy", "product", *SOFTMAX)     # kinds that go by the name of the lambda they stand in
+BACKWARD = {"empty": CALLS["empty"] + r"|\bfill\(\w+", "copy": CALLS["copy"] + r"|\bfill\(\w+",
+            "product": r"(?<=\()\w+(?=_reg(?:_\d)?\b)", "meeting": r"\bnamed_barrier_sync\b"}
+ELEMENTS = r"\b(?:for_\w+|round_to_A|store_fragments)\(\w+(?:, \w+)?"
+# What a backward stage does with the elements of accumulators, by what its text has
+WORK = (("P and dS", r"exp2\((?s:.*)\bdP = "), ("P", r"exp2\("), ("dS", r"\bdP = "),
+        ("sums", r"\batomicAdd\b"), ("gradients", r"\bstride_n\b"), ("shared", r"_smem\b"), ("elements", ""))
+# Kinds that go by the name of the lambda they stand in
+OWN_NAME = ("copy", "product", "maximum", "exponential", "softmax", "gradients", "elements")
 
 
 @dataclass(frozen=True)
@@ -79,22 +87,36 @@ class Span:
 class Source:
     """A stage's file, for the names of its lines."""
 
-    def __init__(self, path: Path):
-        self._lines = [line.split("//")[0] for line in read_source(path).splitlines()]
+    def __init__(self, stage: Stage):
+        self._lines = [line.split("//")[0] for line in read_source(stage.path).splitlines()]
+        self._calls = CALLS | (BACKWARD if stage.direction == "bwd" else {})
 
     def text(self, line: int) -> str:
         return self._lines[line - 1] if 0 < line <= len(self._lines) else ""
 
+    def work(self, line: int) -> str:
+        """What the call in a line does with elements: of WORK."""
+        found = re.search(ELEMENTS, self.text(line))
+        text, depth = "\n".join(self._lines[line - 1:])[found.start() if found else 0:], 0
+        for at, character in enumerate(text):
+            depth += (character == "(") - (character == ")")
+            if character == ")" and not depth:
+                text = text[:at]
+                break
+        return next(kind for kind, pattern in WORK if re.search(pattern, text))
+
     def label(self, kind: str, line: int) -> str:
-        """Such as K_smem.wait_until_full, multiply_S, turns.wait."""
-        text = self.text(line)
-        found = re.search(CALLS[kind], text) if kind in CALLS else None
-        return (self._enclosing(line) if kind in OWN_NAME else "") or (found[0] if found else kind)
+        """Such as K_smem.wait_until_full, multiply_S, turns.wait; of elements for_both(S_reg, dP_reg)."""
+        is_work = any(kind == work for work, _ in WORK)
+        pattern = ELEMENTS if is_work else self._calls.get(kind)
+        found = re.search(pattern, self.text(line)) if pattern else None
+        name = found[0] + ")" * ("(" in found[0]) if found else kind
+        return (self._enclosing(line) if kind in OWN_NAME else "") or name
 
     def ring(self, line: int) -> str:
-        """Whose tile a line is about: K of K_smem.fill(...); empty if of none."""
-        found = re.search(r"(\w+)_smem\.", self.text(line))
-        return found[1] if found else ""
+        """Whose tile a line is about: K of K_smem.fill(...) or fill(K_smem, ...); empty if of none."""
+        found = re.search(r"(\w+)_smem\.|\bfill\((\w+)_smem\b", self.text(line))
+        return found[1] or found[2] if found else ""
 
     def _enclosing(self, line: int) -> str:
         """The name of the lambda around a line, if there is one."""
@@ -109,19 +131,19 @@ class Source:
         return ""
 
 
-def read(buffer: numpy.ndarray, path: Path) -> Block:
+def read(buffer: numpy.ndarray, stage: Stage) -> Block:
     """Of the blocks in a BUFFER the first one with the most marks: with a causal mask others have less to do.
     Times are nanoseconds since the first mark of its first warp.
 
     Raises:
         ValueError: if there are no marks.
     """
-    source, lanes = Source(path), {}
+    source, lanes = Source(stage), {}
     number = int(numpy.count_nonzero(buffer["nanoseconds_and_what"][:BLOCKS, ..., 1], axis=(1, 2)).argmax())
     nanoseconds, what = numpy.moveaxis(buffer["nanoseconds_and_what"][number], 2, 0)
     warps = [warp for warp in range(0, WARPS, WARPGROUP) if what[warp, 0]]
     if not warps:
-        raise ValueError(f"{path.name} left no marks")
+        raise ValueError(f"{stage.path.name} left no marks")
     times = (nanoseconds - nanoseconds[warps[0], 0]).view(numpy.int32)   # the lower half goes round
     for warp in warps:
         count = numpy.count_nonzero(what[warp])
@@ -138,7 +160,8 @@ def _marks(times: list[int], all_what: list[int], source: Source) -> Iterable[Ma
     counted: dict[str, int] = defaultdict(int)
     step = buffers = 0
     for time, what in zip(times, all_what, strict=True):
-        line, kind, side, amount = what >> 22, KINDS[what >> 18 & 0xf], what >> 16 & 0x3, what & 0xffff
+        line, (number, side), amount = what >> 22, divmod(what >> 16 & 0x3f, 3), what & 0xffff
+        kind = source.work(line) if KINDS[number] == "elements" else KINDS[number]
         ring, label = source.ring(line), source.label(kind, line)
         if kind in ("wait", "empty", "release") and side != END:
             step, buffers = amount % MOST_STEPS, amount // MOST_STEPS
@@ -149,6 +172,8 @@ def _marks(times: list[int], all_what: list[int], source: Source) -> Iterable[Ma
             amount *= COPIED_AT_ONCE
             if ring:
                 yield Mark("empty", END, label, buffers, ring, step, time)
+        if kind == "bulk_add":
+            amount *= COPIED_AT_ONCE * WARPGROUP
         yield Mark(kind, side, label, buffers if kind == "empty" else amount, ring, step, time)
 
 
@@ -185,7 +210,8 @@ def spans(block: Block) -> list[Span]:
 def _spans(lane: str, marks: Iterable[Mark], arrivals: dict[tuple, float]) -> list[Span]:
     found: list[Span] = []
     begun: dict[str, Mark] = {}
-    under_way: list[Mark] = []       # groups of products
+    under_way: list[Mark] = []       # groups of products,
+    leaving: list[Mark] = []         # and of sums that leave by the copy engine
     before = 0.0                     # the last mark's time
     for mark in marks:
         kind, time = mark.kind, mark.time
@@ -202,6 +228,12 @@ def _spans(lane: str, marks: Iterable[Mark], arrivals: dict[tuple, float]) -> li
             left = mark.amount
             done, under_way = under_way[:len(under_way) - left], under_way[len(under_way) - left:]
             found += [Span(lane, "products", "product", p.label, p.time, p.until or time) for p in done]
+        if kind == "bulk_add":
+            leaving.append(mark)
+        if (kind, mark.side) == ("bulk_wait", END):
+            gone, leaving = leaving[:len(leaving) - mark.amount], leaving[len(leaving) - mark.amount:]
+            found += [Span(lane, "copies", "bulk_add", add.label, add.time, add.until or time)
+                      for add in gone]
         if kind == "copy":
             until = mark.until or arrivals.get((mark.ring, mark.step))
             if until is not None:

@@ -4,14 +4,15 @@ The simulator runs one thread at a time, so its own clock says nothing of what g
 does know is what each warp does in which order, and what for: which tile it waits for, which products it has
 issued. That is laid out in steps. A step is what the tensor cores take for a product of 64 x 16 x 16, 8
 cycles of an H100 at its peak. They do one group of products at a time, in the order of issue; so does the
-copy engine with tiles. Warpgroups that are at their softmax at the same time share what makes exponentials.
+copy engine with tiles, and with sums of dQ. Warpgroups that are at their softmax at the same time share what
+makes exponentials. In the backward pass P and dS stand for the softmax.
 All else takes no time: barriers, the mask, rounding, rescaling. So a picture shows which waits there are and
 what can overlap, not how long a GPU takes.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from dataclasses import dataclass, field, replace
 
 from .marks import END, SOFTMAX, Block, Mark, Span
@@ -21,14 +22,31 @@ ROWS = 64                # of a warpgroup's tile of S
 # products, of two operations each, take as long as so many exponentials
 EXPONENTIALS = 128
 MAXIMA = 512             # four elements in the time of an exponential: what all lanes of a multiprocessor do
+HAS_EXPONENTIALS = ("exponential", "softmax", "P", "P and dS")
+HAS_MAXIMA = ("maximum", "softmax", "dS", "P and dS")      # or as much: dS takes no more of an element
 # Half as long for a tile of 128 x 128 as the two warpgroups' products with it: nothing waits for copies alone
 COPIED_BYTES = 512
+SHARED_BYTES = 1024      # in 8 cycles, by 32 banks of 4 bytes
+# What a warpgroup does with a tile's elements beside that: so many bytes of a column go to memory
+COLUMN_STEPS = {"store": 2 * ROWS / COPIED_BYTES, "gradients": 2 * ROWS / COPIED_BYTES,
+                "sums": 4 * ROWS / COPIED_BYTES, "shared": 2 * ROWS / SHARED_BYTES, "elements": 0}
 
 
 def _steps_of(mark: Mark) -> float:
     """What a warpgroup's softmax takes, or one of its two parts, of a tile of so many columns."""
-    scores = ROWS * mark.amount
-    return (mark.kind != "exponential") * scores / MAXIMA + (mark.kind != "maximum") * scores / EXPONENTIALS
+    scores, kind = ROWS * mark.amount, mark.kind
+    return (kind in HAS_MAXIMA) * scores / MAXIMA + (kind in HAS_EXPONENTIALS) * scores / EXPONENTIALS
+
+
+def _barrier(mark: Mark) -> tuple | None:
+    """Which one a warp has passed at a mark, if it has: a named barrier has a number."""
+    passed = mark.kind == "barrier" or (mark.kind, mark.side) == ("meeting", END)
+    return (mark.kind, mark.amount) if passed else None
+
+
+def _all_but(done: list[float], left: int) -> float:
+    """When all but the last `left` of these are done."""
+    return done[-1 - left] if len(done) > left else 0.0
 
 
 @dataclass
@@ -39,7 +57,8 @@ class _Lane:
     now: float = 0.0
     timed: list[Mark] = field(default_factory=list)
     groups: list[float] = field(default_factory=list)      # of products: when each is done
-    counted: dict[str, int] = field(default_factory=lambda: defaultdict(int))
+    adds: list[float] = field(default_factory=list)        # the same of sums that leave by the copy engine
+    counted: dict[str | tuple, int] = field(default_factory=lambda: defaultdict(int))
     softmax: float | None = None                           # steps that are left of it, if it is under way
 
     @property
@@ -64,7 +83,7 @@ class Model:
         self._busy: list[Span] = []
         self._arrived: dict[tuple, float] = {}             # by ring and step: when the tile is there
         self._released: dict[tuple, dict[str, float]] = defaultdict(dict)
-        self._barriers: dict[int, dict[str, float]] = defaultdict(dict)
+        self._barriers: dict[tuple, dict[str, float]] = defaultdict(dict)     # who is there, and since when
         self._turns: dict[str, list[float]] = defaultdict(list)     # when each lane has ended its turns
         self._of: dict[str, dict[tuple, set[str]]] = {kind: defaultdict(set)
                                                       for kind in ("copy", "empty", "release")}
@@ -72,8 +91,7 @@ class Model:
             for mark in marks:
                 if mark.kind in self._of and mark.side != END:
                     self._of[mark.kind][mark.ring, mark.step].add(name)
-        self._barrier_count = {name: sum(mark.kind == "barrier" for mark in marks)
-                               for name, marks in block.lanes.items()}
+        self._meetings = {name: Counter(map(_barrier, marks)) for name, marks in block.lanes.items()}
 
     def run(self) -> Block:
         """The block with times in steps, and what the tensor cores do.
@@ -98,19 +116,21 @@ class Model:
     def _time_of_next(self, name: str) -> float | None:
         """When a lane's next mark is left; None while that is not known."""
         lane, mark = self._lanes[name], self._lanes[name].next
-        if mark.kind == "barrier":
-            there = self._barriers[lane.counted["barrier"]]
+        if barrier := _barrier(mark):
+            passed = lane.counted[barrier]
+            there = self._barriers[barrier, passed]
             there.setdefault(name, lane.now)
-            all_there = all(other in there for other, count in self._barrier_count.items()
-                            if count > lane.counted["barrier"])
-            return max(there.values()) if all_there else None
+            to_come = {other for other, count in self._meetings.items() if count[barrier] > passed}
+            return max(there.values()) if to_come <= there.keys() else None
         if mark.side != END:
             return lane.now
         if mark.kind in SOFTMAX:     # if no other begins or ends before
             assert lane.softmax is not None
             return self._shared_at + lane.softmax * len(self._sharing())
+        if mark.kind in COLUMN_STEPS:
+            return lane.now + COLUMN_STEPS[mark.kind] * mark.amount
         needed = {"wait": self._tile, "empty": self._buffer, "turn": self._turn, "finish": self._products,
-                  "store": lambda name, mark: lane.now + 2 * ROWS * mark.amount / COPIED_BYTES}[mark.kind]
+                  "bulk_wait": self._sums}[mark.kind]
         at = needed(name, mark)
         return None if at is None else max(lane.now, at)
 
@@ -149,8 +169,10 @@ class Model:
         return before[number] if number < len(before) else None
 
     def _products(self, name: str, mark: Mark) -> float:
-        groups = self._lanes[name].groups
-        return groups[-1 - mark.amount] if len(groups) > mark.amount else 0.0
+        return _all_but(self._lanes[name].groups, mark.amount)
+
+    def _sums(self, name: str, mark: Mark) -> float:
+        return _all_but(self._lanes[name].adds, mark.amount)
 
     def _take(self, name: str, lane: _Lane, at: float) -> None:
         mark, until = lane.next, None
@@ -164,6 +186,9 @@ class Model:
         elif mark.kind == "copy":
             until = self._engine = max(at, self._engine) + mark.amount / COPIED_BYTES
             self._arrived[mark.ring, mark.step] = until
+        elif mark.kind == "bulk_add":
+            until = self._engine = max(at, self._engine) + mark.amount / COPIED_BYTES
+            lane.adds.append(until)
         elif mark.kind == "release":
             self._released[mark.ring, mark.step][name] = at
         elif mark.kind == "end of turn":
@@ -171,8 +196,10 @@ class Model:
         elif mark.kind in SOFTMAX:
             self._share_until(at)
             lane.softmax = _steps_of(mark) if mark.side != END else None
-        if mark.kind == "barrier" or (mark.kind, mark.side) == ("turn", END):
-            lane.counted[mark.kind] += 1
+        if (mark.kind, mark.side) == ("turn", END):
+            lane.counted["turn"] += 1
+        if barrier := _barrier(mark):
+            lane.counted[barrier] += 1
         lane.timed.append(replace(mark, time=at, until=until))
 
 

@@ -22,21 +22,23 @@ from rich.table import Table
 import flash
 
 from ..launch import more_macros
-from ..plan import Plan, as_scale, forward_outputs
+from ..plan import Plan, as_scale, empty_like, forward_outputs
 from ..simulator import missing_compiler
 from ..sources import STAGES, source_files
+from ..stage import TENSORS
 from . import chart
 from .cases import random_inputs
 from .marks import BUFFER, Block, Span, from_zero, read, shares, spans
 from .measuring import milliseconds, origin
-from .report import number, title
+from .report import direction, number, title
 from .steps import in_steps
 
-FILE = STAGES / "common" / "timeline.cuh"
+FILES = {direction: STAGES / "common" / f"timeline_{direction}.cuh" for direction in TENSORS}
 NEEDED = "hopper.cuh"     # whose instructions leave marks
 MOST_SIMULATED = 512      # rows, where the simulator's is drawn beside a GPU's
 MANY_ROWS = 1 << 20       # in the simulator a small call has the tiles of a large one
 TOO_SLOW = 1.05           # marks that cost more than this are left out where products are under way
+SOFTMAX_OF = {"fwd": "softmax", "bwd": "P and dS"}      # what the table tells of, beside products
 SIMULATED = ("Time in steps of a model, not measured: the simulator says what each warp does in which order, "
              "and the model says what that takes. A step is a product of 64 x 16 x 16 on the tensor cores.")
 ON_GPU = "Products are drawn from their issue until the wait for them has ended: they may be done before."
@@ -52,12 +54,29 @@ def has_marks(stage: flash.Stage) -> bool:
 def check_stages(stages: list[flash.Stage]) -> None:
     """Raise ValueError for a stage that leaves no marks."""
     if without := [stage for stage in stages if not has_marks(stage)]:
-        able = ",".join(stage.name for stage in flash.stages("fwd") if has_marks(stage))
+        able = ",".join(stage.name for stage in flash.stages(without[0].direction) if has_marks(stage))
         raise ValueError(f"--timeline: {without[0].name} leaves no marks; those from tma on do, whose copies "
                          f"and products are asynchronous: --stages {able}")
 
 
 # ---------------------------------------------------------------------------------------- a run
+def tensors(N: int, args: argparse.Namespace) -> dict[str, torch.Tensor | None]:
+    """Those of a call, by name. A backward pass gets O and L of a forward one; in the simulator zeros, as no
+    number changes which marks there are."""
+    inputs = [x.detach() for x in random_inputs(N, args)]
+    q, k, v = inputs[:3]
+    named: dict[str, torch.Tensor | None] = dict(zip(("Q", "K", "V", "dO"), inputs, strict=False))
+    if args.direction == "fwd":
+        o, lse = forward_outputs(q, v)
+        return named | {"O": o, "L": lse}
+    gradients = {"dQ": empty_like(q), "dK": empty_like(k), "dV": empty_like(v)}
+    if args.device.type == "cuda":
+        o, lse = flash.attention(q, k, v, causal=args.causal, return_lse=True)
+    else:
+        o, lse = (x.zero_() for x in forward_outputs(q, v))
+    return named | gradients | {"O": o, "L": lse}
+
+
 class Run:
     """A call of a stage, ready to be launched. marked: None, or whether it also leaves marks while products
     are under way.
@@ -67,13 +86,11 @@ class Run:
     """
 
     def __init__(self, stage: flash.Stage, N: int, args: argparse.Namespace, marked: bool | None):
-        q, k, v = random_inputs(N, args)
-        o, lse = forward_outputs(q, v)
         rows = args.batch * args.H * N if args.device.type == "cuda" else MANY_ROWS
         self.tiles = stage.tiles(args.head_dim, flash.shared_memory_per_block(args.device), rows, args.causal)
-        self._tensors: dict[str, torch.Tensor | None] = {"Q": q, "K": k, "V": v, "O": o, "L": lse}
+        self._tensors = tensors(N, args)
         macros: dict[str, str | Path] = {} if marked is None else {
-            "TIMELINE_FILE": FILE, "TIMELINE_IN_FLIGHT": str(int(marked))}
+            "TIMELINE_FILE": FILES[stage.direction], "TIMELINE_IN_FLIGHT": str(int(marked))}
         token = more_macros.set(macros)
         try:
             self._plan = Plan(stage, self.tiles, False, 0 if args.causal else None,
@@ -83,7 +100,7 @@ class Run:
         self._device = args.device
 
     def __call__(self) -> None:
-        self._plan.launch(*self._tensors.values())
+        self._plan.launch(*map(self._tensors.get, TENSORS[self._plan.stage.direction]))
 
     def marks(self) -> numpy.ndarray:
         """Of one launch: a BUFFER.
@@ -109,7 +126,7 @@ def simulated(stage: flash.Stage, N: int, args: argparse.Namespace) -> dict:
     """What the model makes of a run in the simulator: spans in steps."""
     run = Run(stage, N, args, marked=True)
     of_product = math.ceil(args.head_dim / 16) * run.tiles["Bc"] // 16
-    block = in_steps(read(run.marks(), stage.path), of_product)
+    block = in_steps(read(run.marks(), stage), of_product)
     return result(block) | {"unit": "steps", "note": SIMULATED, "tiles": run.tiles}
 
 
@@ -134,14 +151,21 @@ def beside(stage: flash.Stage, N: int, args: argparse.Namespace) -> dict | None:
         return None
     N, small = min(N, MOST_SIMULATED), {"device": torch.device("cpu"), "batch": 1, "H": 2, "H_kv": 2}
     args = argparse.Namespace(**vars(args) | small)
+    return of_call(stage, N, args) | simulated(stage, N, args)
+
+
+def of_call(stage: flash.Stage, N: int, args: argparse.Namespace) -> dict:
+    """What a result says of a call: origin(), and the stage. The simulator runs no forward stage before."""
     data = origin(args) | {"stage": stage.name}
     data["shape"]["N"] = N
-    return data | simulated(stage, N, args)
+    if args.device.type == "cpu":
+        data["arguments"].pop("forward", None)
+    return data
 
 
 def of_marks(buffer: numpy.ndarray, stage: flash.Stage, in_flight: bool) -> dict:
     """Marks with times, as a result. clock_ns: the least time between two of them."""
-    block = from_zero(read(buffer, stage.path))
+    block = from_zero(read(buffer, stage))
     times = sorted({mark.time for marks in block.lanes.values() for mark in marks})
     clock = min((int(after - before) for before, after in itertools.pairwise(times)), default=0)
     note = f"{ON_GPU if in_flight else SPARSE} The clock moves on by {clock} ns at a time."
@@ -160,8 +184,7 @@ def timeline(args: argparse.Namespace) -> int:
     """Run each stage at each N, show and write. Returns the exit status."""
     status, N, all_data, files = 0, args.seqlens[0], [], []
     for stage in args.stages:
-        data = origin(args) | {"stage": stage.name, "error": ""}
-        data["shape"]["N"] = N
+        data = of_call(stage, N, args) | {"error": ""}
         with Console(stderr=True).status(f"time line of {stage.name}"):
             try:
                 data |= (measured if args.device.type == "cuda" else simulated)(stage, N, args)
@@ -178,7 +201,8 @@ def timeline(args: argparse.Namespace) -> int:
 
 def write(data: dict, folder: Path) -> list[Path]:
     """A time line as JSON and as a picture, in a folder that exists."""
-    files = [folder / f"timeline_{data['stage']}{end}" for end in (".json", ".png")]
+    name = f"{direction(data)}_{data['stage']}".removeprefix("fwd_")
+    files = [folder / f"timeline_{name}{end}" for end in (".json", ".png")]
     text = json.dumps(data, indent=1, allow_nan=False)
     a_line_each = re.sub(r'\[\n\s+("[^][]*?)\n\s+\]', lambda m: f"[{' '.join(m[1].split())}]", text)
     files[0].write_text(a_line_each + "\n")
@@ -200,7 +224,7 @@ def percent(share: float | None) -> str:
 def rows(all_data: list[dict]) -> list[list[str]]:
     """The table's texts, a header first."""
     on_gpu = any("ms" in data for data in all_data)
-    header = ["stage", "products under way", "softmax beside products"]
+    header = ["stage", "products under way", f"{SOFTMAX_OF[direction(all_data[0])]} beside products"]
     found = [header + ["unmarked (ms)", "marked", "everywhere"] * on_gpu]
     for data in all_data:
         if data["error"]:
@@ -226,7 +250,7 @@ def show(all_data: list[dict], files: list[Path]) -> None:
         table.add_row(*line)
     console.print(all_data[0]["device"])
     console.print(table)
-    console.print("Of a block's time, and of its softmax's time.")
+    console.print(f"Of a block's time, and of that of its {SOFTMAX_OF[direction(all_data[0])]}.")
     for note in dict.fromkeys(data["note"] for data in all_data if not data["error"]):
         console.print(note)
     console.print(*files, sep="\n", soft_wrap=True)

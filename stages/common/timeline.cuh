@@ -1,6 +1,7 @@
-// Marks: what a warp does, and when. For `bench.py --timeline` alone: it has flash_fwd.cu include this file
-// before the stage (-DTIMELINE_FILE). Then what the stage calls by the names below leaves marks, and does
-// what it does otherwise. Without the flag nothing here is compiled, and no stage knows of it.
+// Marks: what a warp does, and when. For `bench.py --timeline` alone: it has flash_fwd.cu or flash_bwd.cu
+// include timeline_fwd.cuh or timeline_bwd.cuh, and so this file, before the stage (-DTIMELINE_FILE). Then
+// what the stage calls by the names there and below leaves marks, and does what it does otherwise. Without
+// the flag nothing here is compiled, and no stage knows of it.
 //
 // A mark is where the stage stands (the line of the call), what it begins or ends there, and the time by
 // %globaltimer. A warp keeps its marks in the order of its program. In the simulator there is no time: the
@@ -9,12 +10,7 @@
 // While a product is under way a warp leaves no mark, as nobody knows what a look at the clock does to it,
 // unless TIMELINE_IN_FLIGHT is 1. ptxas waits for no product more in either case.
 #pragma once
-#include "epilogue.cuh"
-#include "launch.cuh"
-#include "order.cuh"
 #include "ring.cuh"
-#include "softmax.cuh"
-#include "store_panels.cuh"
 #include "turns.cuh"
 #include "wgmma.cuh"
 
@@ -41,13 +37,17 @@ enum Kind : uint8_t {        //                                                 
   MAXIMUM, EXPONENTIAL,      // begin, end     parts of the softmax                columns of the tile
   SOFTMAX,                   // begin, end     both
   STORE,                     // begin, end     O                                   columns
-  BARRIER                    // point          the block's barrier is passed
+  BARRIER,                   // point          the block's barrier is passed
+  ELEMENTS,                  // begin, end     of an accumulator: as the line says columns
+  MEETING,                   // begin, end     at a named barrier                  its number
+  BULK_WAIT,                 // begin, end     for copies from shared memory       groups that are left
+  BULK_ADD                   // point          such a copy is asked for            bytes / 16
 };
 enum Side : uint8_t { BEGIN, END, POINT };
 
 struct Mark {
   uint32_t nanoseconds;                    // the time's lower half
-  uint32_t what;                           // line, kind, side, amount: 10, 4, 2 and 16 bits; 0: no mark
+  uint32_t what;             // line, 3 * kind + side, amount: 10, 6 and 16 bits; 0: no mark
 };
 // One place more, for all other blocks: marks cost each block the same, and what they cost is measured.
 struct Marks {
@@ -88,15 +88,21 @@ __device__ __forceinline__ void mark(Kind kind, Side side, int line, unsigned am
 #ifdef __CUDACC__
   asm volatile("mov.u32 %0, %%globaltimer_lo;" : "=r"(now) :: "memory");
 #endif
-  const uint32_t what = uint32_t(line) << 22 | kind << 18 | side << 16 | amount;
+  const uint32_t what = uint32_t(line) << 22 | (3 * kind + side) << 16 | amount;
   marks.of_warps[min(blockIdx.x, blocks)][warp][n] = {now, what};
   states()[warp] = state + 1;
 }
 
 // -------------------------------------------------------------------------------- what a stage calls
-template <int buffers, int rows>
-struct Ring : ::Ring<buffers, rows> {
-  using Unmarked = ::Ring<buffers, rows>;
+struct Step {                // and the line that asks for it
+  unsigned step;
+  int line;
+  __device__ Step(unsigned step, int line = __builtin_LINE()) : step(step), line(line) {}
+};
+
+template <int buffers, int... shape>
+struct Ring : ::Ring<buffers, shape...> {
+  using Unmarked = ::Ring<buffers, shape...>;
   using Unmarked::Unmarked;
 
   __device__ __forceinline__ void init(int warps) const {
@@ -108,11 +114,10 @@ struct Ring : ::Ring<buffers, rows> {
     Unmarked::wait_until_empty(step);
     mark(EMPTY, END, line);
   }
-  __device__ void fill(const CUtensorMap& map, unsigned step, int row, int head, int batch,
-                       int line = __builtin_LINE()) const {
-    mark(EMPTY, BEGIN, line, step % most_steps | buffers * most_steps);
-    Unmarked::fill(map, step, row, head, batch);
-    mark(COPY, POINT, line, Unmarked::bytes / 16);
+  template <class... Where> __device__ void fill(const CUtensorMap& map, Step of, Where... where) const {
+    mark(EMPTY, BEGIN, of.line, of.step % most_steps | buffers * most_steps);
+    Unmarked::fill(map, of.step, where...);
+    mark(COPY, POINT, of.line, Unmarked::bytes / 16);
   }
   __device__ __forceinline__ void wait_until_full(unsigned step, int line = __builtin_LINE()) const {
     mark(WAIT, BEGIN, line, step % most_steps);
@@ -172,9 +177,9 @@ __device__ __forceinline__ void block_barrier(int line = __builtin_LINE()) {
 
 template <int k_steps, int n_tiles>
 __device__ __forceinline__ void wgmma_QK(float (&S)[n_tiles][4], uint32_t Q, int Q_rows, uint32_t K,
-                                         int line = __builtin_LINE()) {
+                                         bool accumulate = false, int line = __builtin_LINE()) {
   mark(PRODUCT, POINT, line, k_steps * n_tiles / 2);
-  ::wgmma_QK<k_steps>(S, Q, Q_rows, K);
+  ::wgmma_QK<k_steps>(S, Q, Q_rows, K, accumulate);
   set_in_flight(true);
 }
 
@@ -191,50 +196,6 @@ template <int groups_left> __device__ __forceinline__ void wgmma_wait(int line =
   ::wgmma_wait<groups_left>();
   if (groups_left == 0) set_in_flight(false);
   mark(FINISH, END, line, groups_left);
-}
-
-// Of a tile's softmax: r is 0, then 1.
-template <int n_tiles>
-__device__ __forceinline__ float softmax_step(float (&S)[n_tiles][4], int r, float& m, float& l, float c,
-                                              bool cut, float slack = 0.f, int line = __builtin_LINE()) {
-  if (r == 0) mark(SOFTMAX, BEGIN, line, 8 * n_tiles);
-  const float alpha = ::softmax_step(S, r, m, l, c, cut, slack);
-  if (r == 1) mark(SOFTMAX, END, line, 8 * n_tiles);
-  return alpha;
-}
-
-template <int n_tiles>
-__device__ __forceinline__ float maximum_step(float (&S)[n_tiles][4], int r, float& m, float& shift, float c,
-                                              bool cut, float slack = 0.f, int line = __builtin_LINE()) {
-  if (r == 0) mark(MAXIMUM, BEGIN, line, 8 * n_tiles);
-  const float alpha = ::maximum_step(S, r, m, shift, c, cut, slack);
-  if (r == 1) mark(MAXIMUM, END, line, 8 * n_tiles);
-  return alpha;
-}
-
-template <int n_tiles>
-__device__ __forceinline__ void exponentials(float (&S)[n_tiles][4], int r, float& l, float alpha, float c,
-                                             float shift, int line = __builtin_LINE()) {
-  if (r == 0) mark(EXPONENTIAL, BEGIN, line, 8 * n_tiles);
-  ::exponentials(S, r, l, alpha, c, shift);
-  if (r == 1) mark(EXPONENTIAL, END, line, 8 * n_tiles);
-}
-
-template <int n_tiles>
-__device__ __forceinline__ void store_rows(const FwdParams& p, const float (&O)[n_tiles][4], int bh,
-                                           int warp_row, int line = __builtin_LINE()) {
-  mark(STORE, BEGIN, line, 8 * n_tiles);
-  ::store_rows(p, O, bh, warp_row);
-  mark(STORE, END, line, 8 * n_tiles);
-}
-
-template <int n_tiles>
-__device__ __forceinline__ void store_panels(const CUtensorMap& map, ELEMENT* tile,
-                                             const float (&acc)[n_tiles][4], int tile_rows, int tile_row,
-                                             int row, int head, int batch, int line = __builtin_LINE()) {
-  mark(STORE, BEGIN, line, 8 * n_tiles);
-  ::store_panels(map, tile, acc, tile_rows, tile_row, row, head, batch);
-  mark(STORE, END, line, 8 * n_tiles);
 }
 
 }  // namespace timeline
@@ -272,8 +233,3 @@ extern "C" const char* flash_timeline_read(void* to) {
 #define wgmma_QK timeline::wgmma_QK
 #define wgmma_PV timeline::wgmma_PV
 #define wgmma_wait timeline::wgmma_wait
-#define softmax_step timeline::softmax_step
-#define maximum_step timeline::maximum_step
-#define exponentials timeline::exponentials
-#define store_rows timeline::store_rows
-#define store_panels timeline::store_panels

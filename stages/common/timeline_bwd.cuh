@@ -1,0 +1,128 @@
+// Marks of a backward stage (timeline.cuh): what it does with elements of accumulators, products by mma.sync
+// and dQ = dS K, meetings of warpgroups, and copies that add to HBM.
+#pragma once
+#include "pairs.cuh"
+#include "product.cuh"
+#include "ring_rows.cuh"
+#include "strips.cuh"
+#include "warpgroup_products.cuh"
+#include "timeline.cuh"
+
+namespace timeline {
+
+// A tile that comes with a number for each row: found by the type of its ring
+template <int buffers, int... shape>
+__device__ __forceinline__ void fill(const Ring<buffers, shape...>& ring, const CUtensorMap& map,
+                                     unsigned step, int row, int head, int batch, float* floats,
+                                     const float* from, int line = __builtin_LINE()) {
+  constexpr int rows[] = {shape...};        // the first one
+  mark(EMPTY, BEGIN, line, step % most_steps | buffers * most_steps);
+  const typename Ring<buffers, shape...>::Unmarked& unmarked = ring;
+  ::fill(unmarked, map, step, row, head, batch, floats, from);
+  mark(COPY, POINT, line, (ring.bytes + sizeof(float) * rows[0]) / 16);
+}
+
+// -------------------------------------------------------------------------------- elements
+// What the stage does with them is in its text, which marks.py reads: P, dS, the way to memory. The amount is
+// columns: of 16 rows a lane has 2 bytes of registers a column, or 1 if they are rounded.
+template <class Accumulator, class F>
+__device__ __forceinline__ void for_each(Accumulator& acc, F f, int line = __builtin_LINE()) {
+  mark(ELEMENTS, BEGIN, line, sizeof(acc) / 2);
+  ::for_each(acc, f);
+  mark(ELEMENTS, END, line, sizeof(acc) / 2);
+}
+
+template <class Accumulator, class F>
+__device__ __forceinline__ void for_each_two(Accumulator& acc, F f, int line = __builtin_LINE()) {
+  mark(ELEMENTS, BEGIN, line, sizeof(acc) / 2);
+  ::for_each_two(acc, f);
+  mark(ELEMENTS, END, line, sizeof(acc) / 2);
+}
+
+template <class Accumulator, class F>
+__device__ __forceinline__ void for_each_pair(const Accumulator& acc, F f, int line = __builtin_LINE()) {
+  mark(ELEMENTS, BEGIN, line, sizeof(acc) / 2);
+  ::for_each_pair(acc, f);
+  mark(ELEMENTS, END, line, sizeof(acc) / 2);
+}
+
+template <class X, class Accumulator, class F>
+__device__ __forceinline__ void for_both(X& x, Accumulator& acc, F f, int line = __builtin_LINE()) {
+  mark(ELEMENTS, BEGIN, line, sizeof(acc) / 2);
+  ::for_both(x, acc, f);
+  mark(ELEMENTS, END, line, sizeof(acc) / 2);
+}
+
+template <class Fragments, class Accumulator, class F>
+__device__ __forceinline__ void round_to_A(Fragments& A, const Accumulator& acc, F f,
+                                           int line = __builtin_LINE()) {
+  mark(ELEMENTS, BEGIN, line, sizeof(A));
+  ::round_to_A(A, acc, f);
+  mark(ELEMENTS, END, line, sizeof(A));
+}
+
+template <class Fragments>
+__device__ __forceinline__ void store_fragments(ELEMENT* tile, const Fragments& A, int tile_rows, int row,
+                                                int line = __builtin_LINE()) {
+  mark(ELEMENTS, BEGIN, line, sizeof(A));
+  ::store_fragments(tile, A, tile_rows, row);
+  mark(ELEMENTS, END, line, sizeof(A));
+}
+
+// -------------------------------------------------------------------------------- products
+// By mma.sync: the warp goes on when they are done. The amount is that of four warps.
+template <int unrolled = 4, int strips, int n_tiles, class A_type>
+__device__ __forceinline__ void multiply(float (&acc)[strips][n_tiles][4], int depth, const A_type& A,
+                                         const Operand& B, int first_col = 0, int line = __builtin_LINE()) {
+  mark(PRODUCT, POINT, line, strips * n_tiles * depth / 32);
+  ::multiply<unrolled>(acc, depth, A, B, first_col);
+  mark(FINISH, END, line);
+}
+
+template <int k_steps, int n_tiles>
+__device__ __forceinline__ void wgmma_dQ(float (&dQ)[n_tiles][4], uint32_t dST, uint32_t K,
+                                         int line = __builtin_LINE()) {
+  mark(PRODUCT, POINT, line, k_steps * n_tiles / 2);
+  ::wgmma_dQ<k_steps>(dQ, dST, K);
+  set_in_flight(true);
+}
+
+// -------------------------------------------------------------------------------- warpgroups, copies
+__device__ __forceinline__ void named_barrier_sync(int id, int threads, int line = __builtin_LINE()) {
+  mark(MEETING, BEGIN, line, id);
+  ::named_barrier_sync(id, threads);
+  mark(MEETING, END, line, id);
+}
+
+// These stand in a function that the stage calls (bulk_sums.cuh), whose lines are not the stage's: so line 0.
+__device__ __forceinline__ void bulk_add(float* to, const void* from, int bytes) {
+  ::bulk_add(to, from, bytes);
+  mark(BULK_ADD, POINT, 0, bytes / 16);
+}
+
+template <int groups_left> __device__ __forceinline__ void bulk_wait_read() {
+  mark(BULK_WAIT, BEGIN, 0, groups_left);
+  ::bulk_wait_read<groups_left>();
+  mark(BULK_WAIT, END, 0, groups_left);
+}
+
+template <int groups_left> __device__ __forceinline__ void bulk_wait() {
+  mark(BULK_WAIT, BEGIN, 0, groups_left);
+  ::bulk_wait<groups_left>();
+  mark(BULK_WAIT, END, 0, groups_left);
+}
+
+}  // namespace timeline
+
+#define for_each timeline::for_each
+#define for_each_two timeline::for_each_two
+#define for_each_pair timeline::for_each_pair
+#define for_both timeline::for_both
+#define round_to_A timeline::round_to_A
+#define store_fragments timeline::store_fragments
+#define multiply timeline::multiply
+#define wgmma_dQ timeline::wgmma_dQ
+#define named_barrier_sync timeline::named_barrier_sync
+#define bulk_add timeline::bulk_add
+#define bulk_wait_read timeline::bulk_wait_read
+#define bulk_wait timeline::bulk_wait

@@ -1,0 +1,60 @@
+// Marks of a forward stage (timeline.cuh): the softmax, and stores of O.
+#pragma once
+#include "epilogue.cuh"
+#include "softmax.cuh"
+#include "store_panels.cuh"
+#include "timeline.cuh"
+
+namespace timeline {
+
+// Of a tile's softmax: r is 0, then 1.
+template <int n_tiles>
+__device__ __forceinline__ float softmax_step(float (&S)[n_tiles][4], int r, float& m, float& l, float c,
+                                              bool cut, float slack = 0.f, int line = __builtin_LINE()) {
+  if (r == 0) mark(SOFTMAX, BEGIN, line, 8 * n_tiles);
+  const float alpha = ::softmax_step(S, r, m, l, c, cut, slack);
+  if (r == 1) mark(SOFTMAX, END, line, 8 * n_tiles);
+  return alpha;
+}
+
+template <int n_tiles>
+__device__ __forceinline__ float maximum_step(float (&S)[n_tiles][4], int r, float& m, float& shift, float c,
+                                              bool cut, float slack = 0.f, int line = __builtin_LINE()) {
+  if (r == 0) mark(MAXIMUM, BEGIN, line, 8 * n_tiles);
+  const float alpha = ::maximum_step(S, r, m, shift, c, cut, slack);
+  if (r == 1) mark(MAXIMUM, END, line, 8 * n_tiles);
+  return alpha;
+}
+
+template <int n_tiles>
+__device__ __forceinline__ void exponentials(float (&S)[n_tiles][4], int r, float& l, float alpha, float c,
+                                             float shift, int line = __builtin_LINE()) {
+  if (r == 0) mark(EXPONENTIAL, BEGIN, line, 8 * n_tiles);
+  ::exponentials(S, r, l, alpha, c, shift);
+  if (r == 1) mark(EXPONENTIAL, END, line, 8 * n_tiles);
+}
+
+template <int n_tiles>
+__device__ __forceinline__ void store_rows(const FwdParams& p, const float (&O)[n_tiles][4], int bh,
+                                           int warp_row, int line = __builtin_LINE()) {
+  mark(STORE, BEGIN, line, 8 * n_tiles);
+  ::store_rows(p, O, bh, warp_row);
+  mark(STORE, END, line, 8 * n_tiles);
+}
+
+template <int n_tiles>
+__device__ __forceinline__ void store_panels(const CUtensorMap& map, ELEMENT* tile,
+                                             const float (&acc)[n_tiles][4], int tile_rows, int tile_row,
+                                             int row, int head, int batch, int line = __builtin_LINE()) {
+  mark(STORE, BEGIN, line, 8 * n_tiles);
+  ::store_panels(map, tile, acc, tile_rows, tile_row, row, head, batch);
+  mark(STORE, END, line, 8 * n_tiles);
+}
+
+}  // namespace timeline
+
+#define softmax_step timeline::softmax_step
+#define maximum_step timeline::maximum_step
+#define exponentials timeline::exponentials
+#define store_rows timeline::store_rows
+#define store_panels timeline::store_panels
