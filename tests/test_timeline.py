@@ -146,7 +146,8 @@ def lane(*all_marks):
     """Marks in short: (kind, side, amount, ring and step)."""
     made = []
     for kind, side, amount, tile in all_marks:
-        ring, step = (tile[0], int(tile[1:])) if tile else ("", 0)
+        ring, step = re.fullmatch(r"(|mbarrier |[A-Z])(-?\d*)", tile).groups()
+        step = int(step or 0)
         made.append(Mark(kind, side, kind, amount, ring, step))
     return made
 
@@ -226,6 +227,19 @@ def test_meetings_of_warpgroups():
     found = run(a=user(20, 1), b=user(30, 1), c=user(40, 2))
     assert found["a", "work", "meeting"] == [(20, 50)] and ("b", "work", "meeting") not in found
     assert found["tensor cores", "tensor cores", "product"][-1] == (92, 93)
+
+
+def test_mbarriers_at_which_warps_arrive():
+    """One waits for each phase until all have arrived; there is none before the first."""
+    def arrive(phase):
+        return ("release", POINT, 0, f"mbarrier {phase}")
+
+    def wait(phase):
+        return ("wait", BEGIN, 0, f"mbarrier {phase}"), ("wait", END, 0, f"mbarrier {phase}")
+    found = run(a=lane(*product(20), arrive(0), *product(100), arrive(1)),
+                b=lane(*product(30), arrive(0), arrive(1)),
+                c=lane(*wait(-1), *wait(0), *wait(1)))
+    assert found["c", "work", "wait"] == [(0, 50), (50, 150)]
 
 
 def test_sums_leave_beside_products():
@@ -454,6 +468,26 @@ def test_a_backward_pass_in_the_simulator(tmp_path, capsys):
     assert (tmp_path / name).with_suffix(".png").stat().st_size > 10_000
     assert {row for lane, row, *_ in data["spans"] if lane == "warps 0 to 3"} == {
         "products", "work", "copies"}
+
+
+def test_warpgroups_of_a_stage_of_ones_own_meet_at_an_mbarrier(tmp_path):
+    """As they do at tma_reduce's named barrier. (The other mbarriers are those of rings.)"""
+    text = BACKWARD["tma_reduce"].path.read_text()
+    for old, new in {"  dO_smem.init(warps);\n": "  dO_smem.init(warps);\n"
+                     "  if (threadIdx.x == 0) mbarrier_init(barriers + 12, warps);\n",
+                     "named_barrier_sync(1, 32 * warps);": "__syncwarp();\n"
+                     "      if (threadIdx.x % 32 == 0) mbarrier_arrive(barriers + 12);\n"
+                     "      mbarrier_wait(barriers + 12, n % 2);", "12 * sizeof": "13 * sizeof"}.items():
+        assert text.count(old) == 1
+        text = text.replace(old, new)
+    (mine := tmp_path / "mine.cuh").write_text(text)
+    shape = ["--timeline", "--pass", "bwd", "--seqlens", "256", "--head-dim", "64", "--stages"]
+    own, ours = (timeline.simulated(args.stages[0], 256, args) for (args,) in (
+        arguments.parse_arguments([*shape, stage]) for stage in (str(mine), "tma_reduce")))
+    label = {"meeting": "wait", "named_barrier_sync": "mbarrier_wait"}
+    assert own["spans"] == [[*span[:2], *(label.get(word, word) for word in span[2:4]), *span[4:]]
+                            for span in ours["spans"]]
+    assert any(span[3] == "mbarrier_wait" for span in own["spans"])
 
 
 @pytest.mark.parametrize("name", BACKWARD)

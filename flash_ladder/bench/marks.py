@@ -20,9 +20,11 @@ from ..stage import Stage
 # As in timeline.cuh, which says more
 BLOCKS, WARPS, MOST_MARKS = 32, 16, 1024
 KINDS = ("wait", "empty", "copy", "release", "turn", "end of turn", "product", "finish", "maximum",
-         "exponential", "softmax", "store", "barrier", "elements", "meeting", "bulk_wait", "bulk_add")
+         "exponential", "softmax", "store", "barrier", "elements", "meeting", "mbarrier", "arrive",
+         "bulk_wait", "bulk_add")
 BEGIN, END, POINT = range(3)
 MOST_STEPS = 4096
+MOST_PLACES = 1 << 15
 BUFFER = numpy.dtype([("nanoseconds_and_what", "<u4", (BLOCKS + 1, WARPS, MOST_MARKS, 2)),
                       ("multiprocessors", "<u4", (BLOCKS + 1,))])
 COPIED_AT_ONCE = 16  # bytes
@@ -48,7 +50,8 @@ OWN_NAME = ("copy", "product", "maximum", "exponential", "softmax", "gradients",
 @dataclass(frozen=True)
 class Mark:
     """One of a lane. time: in nanoseconds or steps. until: when the copy or product that is asked for here is
-    done, if that is known. ring, step: whose tile it is about, if about any."""
+    done, if that is known. ring, step: whose tile it is about, if about any; or which mbarrier, and its
+    phase."""
 
     kind: str
     side: int
@@ -144,10 +147,11 @@ def read(buffer: numpy.ndarray, stage: Stage) -> Block:
     warps = [warp for warp in range(0, WARPS, WARPGROUP) if what[warp, 0]]
     if not warps:
         raise ValueError(f"{stage.path.name} left no marks")
+    arrivals = set((what[(what >> 16 & 0x3f) // 3 == KINDS.index("arrive")] & 0xffff).tolist())
     times = (nanoseconds - nanoseconds[warps[0], 0]).view(numpy.int32)   # the lower half goes round
     for warp in warps:
         count = numpy.count_nonzero(what[warp])
-        marks = list(_marks(times[warp, :count].tolist(), what[warp, :count].tolist(), source))
+        marks = list(_marks(times[warp, :count].tolist(), what[warp, :count].tolist(), source, arrivals))
         fills = any(mark.kind == "empty" for mark in marks)
         lanes[f"producer, warp {warp}" if fills else f"warps {warp} to {warp + WARPGROUP - 1}"] = marks
     if not any(mark.kind == "product" for marks in lanes.values() for mark in marks):
@@ -155,16 +159,32 @@ def read(buffer: numpy.ndarray, stage: Stage) -> Block:
     return Block(lanes, number, int(buffer["multiprocessors"][number]), bool(what[:, -1].any()))
 
 
-def _marks(times: list[int], all_what: list[int], source: Source) -> Iterable[Mark]:
-    """A warp's, with their labels and tiles. Where no ring counts the steps, they are counted here."""
+def _marks(times: list[int], all_what: list[int], source: Source, arrivals: set[int]) -> Iterable[Mark]:
+    """A warp's, with their labels and tiles. Where no ring counts the steps, they are counted here, as are
+    the phases of mbarriers at which warps arrive: arrivals, their places. At others copies do."""
     counted: dict[str, int] = defaultdict(int)
+    first: dict[str, int] = {}         # the parity of the first wait: for 1 there is no phase yet
     step = buffers = 0
+    barrier = ""
     for time, what in zip(times, all_what, strict=True):
         line, (number, side), amount = what >> 22, divmod(what >> 16 & 0x3f, 3), what & 0xffff
         kind = source.work(line) if KINDS[number] == "elements" else KINDS[number]
         ring, label = source.ring(line), source.label(kind, line)
         if kind in ("wait", "empty", "release") and side != END:
             step, buffers = amount % MOST_STEPS, amount // MOST_STEPS
+        if kind == "mbarrier":         # maybe in a file of stages/common, whose lines are not the stage's
+            kind, label = "wait", "mbarrier_wait"
+            parity, place = divmod(amount, MOST_PLACES)
+            if side != END:
+                barrier = f"mbarrier {place}" if place in arrivals else ""
+            ring = barrier
+            if ring and side != END:
+                step = counted[f"wait for {ring}"] - first.setdefault(ring, parity)
+                counted[f"wait for {ring}"] += 1
+        if kind == "arrive":
+            kind, ring = "release", f"mbarrier {amount}"
+            step = counted[ring]
+            counted[ring] += 1
         if not ring and kind in ("wait", "copy") and side != END:
             step = counted[kind]
             counted[kind] += 1

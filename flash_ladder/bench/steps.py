@@ -147,6 +147,8 @@ class Model:
 
     def _tile(self, name: str, mark: Mark) -> float | None:
         key = mark.ring, mark.step
+        if mark.ring.startswith("mbarrier"):
+            return self._given_back(key)
         if key in self._of["copy"] or not self._of["empty"][key]:
             return self._arrived.get(key)
         for producer in self._of["empty"][key]:     # no copy: the producer alone says that there is no more
@@ -157,10 +159,13 @@ class Model:
         return None
 
     def _buffer(self, name: str, mark: Mark) -> float | None:
-        before = mark.ring, mark.step - mark.amount
-        if before[1] < 0:
+        return self._given_back((mark.ring, mark.step - mark.amount))
+
+    def _given_back(self, key: tuple[str, int]) -> float | None:
+        """When all that release this step of a ring, or arrive at this phase of an mbarrier, have done so."""
+        if key[1] < 0:
             return 0.0
-        users, there = self._of["release"][before], self._released[before]
+        users, there = self._of["release"][key], self._released[key]
         return max(there.values()) if users and users == there.keys() else None
 
     def _turn(self, name: str, mark: Mark) -> float | None:

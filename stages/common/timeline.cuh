@@ -40,6 +40,8 @@ enum Kind : uint8_t {        //                                                 
   BARRIER,                   // point          the block's barrier is passed
   ELEMENTS,                  // begin, end     of an accumulator: as the line says columns
   MEETING,                   // begin, end     at a named barrier                  its number
+  MBARRIER,                  // begin, end     for one that is of no ring          begin: place, parity
+  ARRIVE,                    // point          at such a one                       place
   BULK_WAIT,                 // begin, end     for copies from shared memory       groups that are left
   BULK_ADD                   // point          such a copy is asked for            bytes / 16
 };
@@ -164,10 +166,18 @@ __device__ __forceinline__ void mbarrier_arrive_expect(uint64_t* barrier, int by
   mark(COPY, POINT, line, bytes / 16);
 }
 
+// Where it is in shared memory: 15 bits
+__device__ __forceinline__ unsigned place(const uint64_t* barrier) { return shared_address(barrier) / 8; }
+
 __device__ __forceinline__ void mbarrier_wait(uint64_t* barrier, int parity, int line = __builtin_LINE()) {
-  mark(WAIT, BEGIN, line);
+  mark(MBARRIER, BEGIN, line, place(barrier) | parity << 15);
   ::mbarrier_wait(barrier, parity);
-  mark(WAIT, END, line);
+  mark(MBARRIER, END, line);
+}
+
+__device__ __forceinline__ void mbarrier_arrive(uint64_t* barrier, int line = __builtin_LINE()) {
+  mark(ARRIVE, POINT, line, place(barrier));
+  ::mbarrier_arrive(barrier);
 }
 
 __device__ __forceinline__ void block_barrier(int line = __builtin_LINE()) {
@@ -229,6 +239,7 @@ extern "C" const char* flash_timeline_read(void* to) {
 #define mbarrier_init timeline::mbarrier_init
 #define mbarrier_arrive_expect timeline::mbarrier_arrive_expect
 #define mbarrier_wait timeline::mbarrier_wait
+#define mbarrier_arrive timeline::mbarrier_arrive
 #define __syncthreads timeline::block_barrier
 #define wgmma_QK timeline::wgmma_QK
 #define wgmma_PV timeline::wgmma_PV
