@@ -78,8 +78,9 @@
 //                                        tiles of Q
 //   stages/fwd_27_early_wait.cuh         P V is waited for before the exponentials: rounding and rescaling
 //                                        run between them
-//   stages/fwd_28_hopper_tuned.cuh       what is left: O by TMA stores, tiles of K and V that a warpgroup
-//                                        passes by
+//   stages/fwd_28_cut_diagonal.cuh       on the diagonal a warpgroup multiplies half a tile, or none, if its
+//                                        own rows see no more
+//   stages/fwd_29_hopper_tuned.cuh       what is left: O by TMA stores, wide tiles for long rows
 // A stage starts with lines for flash_ladder/registry.py: the stage that it grew from (after); at the end of
 // a branch, the architecture from which on calls take it (default), perhaps only some calls; what it knows
 // of dropout, sinks and the like (takes), and what it refuses that others take (refuses); tile sizes and

@@ -25,13 +25,13 @@
 //
 // Changed from seamless: softmax() is maximum() and exponential(), with the wait between.
 #pragma once
+#include "common/both_rows.cuh"
 #include "common/epilogue.cuh"
 #include "common/launch.cuh"
 #include "common/mask.cuh"
 #include "common/mma.cuh"
 #include "common/order.cuh"
 #include "common/ring.cuh"
-#include "common/softmax.cuh"
 #include "common/tile16.cuh"
 #include "common/turns.cuh"
 #include "common/wgmma.cuh"
@@ -134,13 +134,11 @@ __global__ void __launch_bounds__(threads, 1) forward_kernel(
       const bool cut = t >= tiles.cut;
       if (NEGATIVE_SCALE) for_each(S_reg, [](float& x, int, int) { x = -x; });
       if (cut || Mask::scores) mask_tile(S_reg, mask, p.scale, warp_row, tiles[t] * Bc, cut);
-      #pragma unroll
-      for (int r = 0; r < 2; r++) alpha[r] = maximum_step(S_reg, r, m[r], shift[r], c, cut, slack);
+      maximum_step(S_reg, m, alpha, shift, c, cut, slack);
       if (t + 1 < end) K_smem.wait_until_full(step + t + 1);
     };
     auto exponential = [&] {
-      #pragma unroll
-      for (int r = 0; r < 2; r++) exponentials(S_reg, r, l[r], alpha[r], c, shift[r]);
+      exponentials(S_reg, l, alpha, c, shift);
       to_A(P_frag, S_reg);
     };
 

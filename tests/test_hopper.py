@@ -18,6 +18,7 @@ from test_tensor import check_product, joined, name_of, random_numbers
 
 import flash
 from flash_ladder.simulator import resolve_addresses
+from tutorials.exercises.exercise import inlined
 
 sys.path.insert(0, str(flash.ROOT / "results"))
 import wgmma_widths  # noqa: E402
@@ -420,24 +421,60 @@ def test_copies_of_a_kernel_that_starts_early(device, schedule):
 
 
 # ------------------------------------------------------------------------------------------ stages
-def passed_by(path, device):
-    """hopper_tuned with 192 rows a tile, where a warpgroup needs a tile of keys less than the last one."""
-    for N_q, N_k in ((200, 200), (192, 330)):
+def on_the_diagonal(path, device):
+    """Tiles of Q of which one warpgroup needs all, another half of the last tile of keys, or none of it."""
+    for N_q, N_k, Br, Bc in ((200, 200, 192, 64), (192, 330, 192, 64), (128, 49, 128, 32),
+                             (130, 140, 128, 80)):
         q, k, v = random_qkv(1, 2, 1, N_q, N_k, 16, device, torch.bfloat16)
-        o, lse = flash.attention(q, k, v, causal=True, stage=path, Br=192, Bc=64, return_lse=True)
+        k[:, :, -1] = 2 * q[:, :1, -1]          # so that it counts
+        o, lse = flash.attention(q, k, v, causal=True, stage=path, Br=Br, Bc=Bc, return_lse=True)
         check(o, lse, q, k, v, N_k - N_q)
 
 
-def test_a_warpgroup_passes_tiles_by(device, tmp_path):
-    """The last tile of keys is left out where its rows see nothing of it, and only there."""
-    stage = next(s for s in flash.stages("fwd") if s.name == "hopper_tuned")
-    passed_by(stage.path, device)
-    text = stage.path.read_text()
-    wrong = tmp_path / "too_few.cuh"
-    wrong.write_text(text.replace("first_row(work) / 64 * 64 + 63", "first_row(work)"))
+TOO_FEW = "first_row(work) / 64 * 64 + 63", "first_row(work) / 64 * 64"
+
+
+@pytest.mark.parametrize("stage, code, other", [
+    ("cut_diagonal", *TOO_FEW), ("hopper_tuned", *TOO_FEW),
+    ("cut_diagonal", "BLOCK_C + some}", "BLOCK_C + some + 1}"),
+    ("cut_diagonal", "to_A(P_frag, S);", "for (int k = 0; k < sizeof(S) / 32; k++) to_A(P_frag[k], S, k);"),
+], ids=["a tile too few", "a tile too few, hopper_tuned", "a half too few", "the other half stays"])
+def test_what_a_warpgroup_leaves_out(device, stage, code, other, tmp_path):
+    """The last tile of keys, or half of it, where its rows see nothing of it, and only there."""
+    path = next(s for s in flash.stages("fwd") if s.name == stage).path
+    on_the_diagonal(path, device)
+    text = inlined(path.read_text(), "mask.cuh")
+    wrong = tmp_path / "wrong.cuh"
+    wrong.write_text(text.replace(code, other))
     assert wrong.read_text() != text
     with pytest.raises(AssertionError):
-        passed_by(wrong, device)
+        on_the_diagonal(wrong, device)
+
+
+@simulator_only
+@pytest.mark.parametrize("Br, Bc", [(192, 128), (128, 128), (128, 80)])
+def test_columns_of_S_on_the_diagonal(device, Br, Bc):
+    """As many as its header says: columns of 64 rows that are multiplied, by stage; without a mask all."""
+    N, d = 576, 64
+    q = torch.randn(1, 1, N, d, generator=torch.Generator().manual_seed(0)).bfloat16()
+
+    def columns(stage, causal):
+        with flash.inspect(Q=q) as report:
+            flash.attention(q, q, q, causal=causal, stage=stage, Br=Br, Bc=Bc)
+        products = [(a.requests, a.bytes // a.requests // 32 - 64) for a in report.accesses
+                    if a.kind == "wgmma" and a.bytes // a.requests // 32 > 64]      # both operands in smem
+        return sum(requests * n for requests, n in products) // (d // 16)
+
+    of_blocks = of_warpgroups = 0
+    for row in range(0, -(-N // Br) * Br, 64):
+        end = -(-min(row // Br * Br + Br, N) // Bc)
+        needed = end - (end > 1 and row + 64 <= (end - 1) * Bc)
+        half = Bc % 32 == 0 and needed > 1 and row + 64 <= needed * Bc - Bc // 2
+        of_blocks += end * Bc
+        of_warpgroups += needed * Bc - half * Bc // 2
+    assert columns("early_wait", True) == of_blocks > of_warpgroups
+    assert columns("cut_diagonal", True) == columns("hopper_tuned", True) == of_warpgroups
+    assert columns("cut_diagonal", False) == columns("early_wait", False)
 
 
 def test_repeats_have_the_same_bits(device, monkeypatch):

@@ -35,6 +35,7 @@ FIGURES: dict[str, list] = {
     "fwd_13_cp_async": [ISSUE, TENSOR, GLOBAL, (GLOBAL, "swizzle")],
     "fwd_14_exp2": [TENSOR, ISSUE],
     "fwd_17_ampere_tuned": [TENSOR, SHARED, ISSUE],
+    "fwd_28_cut_diagonal": ["6", "8", "3"],
     "bwd_01_naive": [("share of time", "scores_kernel"), (L1, "scores_kernel")],
     "bwd_02_recompute": [SHARED, FMA, "L2 busy"],
     "bwd_03_deterministic": [(SHARED, "dKV_kernel"), (SHARED, "dQ_kernel"), ("less time", "dKV_kernel")],

@@ -44,8 +44,8 @@ __device__ __forceinline__ void mask_tile(float (&S)[n_tiles][4], const Mask& ma
 // cut: of a tile that is not, each row has seen a key, and m is no -infinity. slack: m stays as it is until
 // it would grow by more (lazy_rescale).
 template <int n_tiles>
-__device__ __forceinline__ float maximum_step(float (&S)[n_tiles][4], int r, float& m, float& shift, float c,
-                                              bool cut, float slack = 0.f) {
+__device__ __forceinline__ float row_maximum(float (&S)[n_tiles][4], int r, float& m, float& shift, float c,
+                                             bool cut, float slack) {
   float x_max = -INFINITY;
   for_row(S, r, [&](float& x) { x_max = fmaxf(x_max, x); });
   float m_new = fmaxf(m, c * quad_max(x_max));
@@ -61,8 +61,8 @@ __device__ __forceinline__ float maximum_step(float (&S)[n_tiles][4], int r, flo
 
 // Then the row becomes P~ = 2^(c x - shift), and l follows, the sum of P~ over this lane's columns.
 template <int n_tiles>
-__device__ __forceinline__ void exponentials(float (&S)[n_tiles][4], int r, float& l, float alpha, float c,
-                                             float shift) {
+__device__ __forceinline__ void row_exponentials(float (&S)[n_tiles][4], int r, float& l, float alpha,
+                                                 float c, float shift) {
   float l_tile = 0.f;
   for_row(S, r, [&](float& x) {
     x = fast_exp2(c * x - shift);
@@ -76,7 +76,7 @@ template <int n_tiles>
 __device__ __forceinline__ float softmax_step(float (&S)[n_tiles][4], int r, float& m, float& l, float c,
                                               bool cut, float slack = 0.f) {
   float shift;
-  const float alpha = maximum_step(S, r, m, shift, c, cut, slack);
-  exponentials(S, r, l, alpha, c, shift);
+  const float alpha = row_maximum(S, r, m, shift, c, cut, slack);
+  row_exponentials(S, r, l, alpha, c, shift);
   return alpha;
 }

@@ -1,4 +1,4 @@
-// A tile of O leaves by the copy engine. Introduced by: forward stage 28, hopper_tuned.
+// A tile of O leaves by the copy engine. Introduced by: forward stage 29, hopper_tuned.
 #pragma once
 #include "mma.cuh"
 #include "tma.cuh"

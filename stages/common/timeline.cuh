@@ -153,6 +153,10 @@ struct Turns : ::Turns<warpgroups> {
     if (warpgroups > 1) mark(END_TURN, POINT, line);
     Unmarked::end();
   }
+  __device__ __forceinline__ void pass(int line = __builtin_LINE()) const {
+    wait(line);
+    end(line);
+  }
 };
 
 __device__ __forceinline__ void mbarrier_init(uint64_t* barrier, int arrivals) {
@@ -187,9 +191,10 @@ __device__ __forceinline__ void block_barrier(int line = __builtin_LINE()) {
 
 template <int k_steps, int n_tiles>
 __device__ __forceinline__ void wgmma_QK(float (&S)[n_tiles][4], uint32_t Q, int Q_rows, uint32_t K,
-                                         bool accumulate = false, int line = __builtin_LINE()) {
+                                         bool accumulate = false, int K_rows = 8 * n_tiles,
+                                         int line = __builtin_LINE()) {
   mark(PRODUCT, POINT, line, k_steps * n_tiles / 2);
-  ::wgmma_QK<k_steps>(S, Q, Q_rows, K, accumulate);
+  ::wgmma_QK<k_steps>(S, Q, Q_rows, K, accumulate, K_rows);
   set_in_flight(true);
 }
 

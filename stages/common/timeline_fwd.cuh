@@ -1,7 +1,7 @@
 // Marks of a forward stage (timeline.cuh): the softmax, and stores of O.
 #pragma once
+#include "both_rows.cuh"
 #include "epilogue.cuh"
-#include "softmax.cuh"
 #include "store_panels.cuh"
 #include "timeline.cuh"
 
@@ -18,20 +18,20 @@ __device__ __forceinline__ float softmax_step(float (&S)[n_tiles][4], int r, flo
 }
 
 template <int n_tiles>
-__device__ __forceinline__ float maximum_step(float (&S)[n_tiles][4], int r, float& m, float& shift, float c,
-                                              bool cut, float slack = 0.f, int line = __builtin_LINE()) {
-  if (r == 0) mark(MAXIMUM, BEGIN, line, 8 * n_tiles);
-  const float alpha = ::maximum_step(S, r, m, shift, c, cut, slack);
-  if (r == 1) mark(MAXIMUM, END, line, 8 * n_tiles);
-  return alpha;
+__device__ __forceinline__ void maximum_step(float (&S)[n_tiles][4], float (&m)[2], float (&alpha)[2],
+                                             float (&shift)[2], float c, bool cut, float slack,
+                                             int line = __builtin_LINE()) {
+  mark(MAXIMUM, BEGIN, line, 8 * n_tiles);
+  ::maximum_step(S, m, alpha, shift, c, cut, slack);
+  mark(MAXIMUM, END, line, 8 * n_tiles);
 }
 
 template <int n_tiles>
-__device__ __forceinline__ void exponentials(float (&S)[n_tiles][4], int r, float& l, float alpha, float c,
-                                             float shift, int line = __builtin_LINE()) {
-  if (r == 0) mark(EXPONENTIAL, BEGIN, line, 8 * n_tiles);
-  ::exponentials(S, r, l, alpha, c, shift);
-  if (r == 1) mark(EXPONENTIAL, END, line, 8 * n_tiles);
+__device__ __forceinline__ void exponentials(float (&S)[n_tiles][4], float (&l)[2], const float (&alpha)[2],
+                                             float c, const float (&shift)[2], int line = __builtin_LINE()) {
+  mark(EXPONENTIAL, BEGIN, line, 8 * n_tiles);
+  ::exponentials(S, l, alpha, c, shift);
+  mark(EXPONENTIAL, END, line, 8 * n_tiles);
 }
 
 template <int n_tiles>

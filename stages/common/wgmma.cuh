@@ -72,25 +72,34 @@ __device__ __forceinline__ uint64_t MN_major(uint32_t matrix, int k) {
   // ---
 }
 
-// All columns of an accumulator, rounded, as operands A (mma.cuh: to_A)
+// All columns of an accumulator, rounded, as operands A (mma.cuh: to_A); what A has more is 0
 template <int k_steps, int n_tiles>
 __device__ __forceinline__ void to_A(uint32_t (&A)[k_steps][4], const float (&acc)[n_tiles][4]) {
   #pragma unroll
-  for (int k = 0; k < k_steps; k++) to_A(A[k], acc, k);
+  for (int k = 0; k < k_steps; k++) {
+    if (2 * k < n_tiles) to_A(A[k], acc, k);
+    else for (int e = 0; e < 4; e++) A[k][e] = 0;
+  }
+}
+
+// The first columns of an accumulator
+template <int n_tiles, int all>
+__device__ __forceinline__ float (&first(float (&acc)[all][4]))[n_tiles][4] {
+  return reinterpret_cast<float(&)[n_tiles][4]>(acc);
 }
 
 // wgmma(D, A, B), for each n
 #include "wgmma_widths.cuh"
 
-// A group of products, S = Q K^T: 64 rows of Q, whose tile has Q_rows in each panel, and all 8 n_tiles of K.
-// With `accumulate` S += Q K^T.
+// A group of products, S = Q K^T: 64 rows of Q, whose tile has Q_rows in each panel, and the first 8 n_tiles
+// of the K_rows of K. With `accumulate` S += Q K^T.
 template <int k_steps, int n_tiles>
 __device__ __forceinline__ void wgmma_QK(float (&S)[n_tiles][4], uint32_t Q, int Q_rows, uint32_t K,
-                                         bool accumulate = false) {
+                                         bool accumulate = false, int K_rows = 8 * n_tiles) {
   wgmma_fence();
   #pragma unroll
   for (int k = 0; k < k_steps; k++)
-    wgmma(S, K_major(Q, k, Q_rows), K_major(K, k, 8 * n_tiles), accumulate || k > 0);
+    wgmma(S, K_major(Q, k, Q_rows), K_major(K, k, K_rows), accumulate || k > 0);
   wgmma_commit();
 }
 

@@ -1,8 +1,8 @@
-// Forward stage 28: hopper_tuned
-// idea:    what is left: O by TMA stores, tiles of K and V that a warpgroup passes by
+// Forward stage 29: hopper_tuned
+// idea:    what is left: O by TMA stores, wide tiles for long rows
 // types:   fp16, bf16
 // needs:   sm_90a
-// after:   early_wait
+// after:   cut_diagonal
 // default: sm_90a
 // takes:   dropout, sink, d_v
 // tiles:   Br=192 Bc=128; d > 64 or rows < 65536: Br=128 Bc=128; rows < 8192: Br=64 Bc=128;
@@ -24,15 +24,13 @@
 //   - With N_k of 8192 or more and d > 64, tiles of 192 rows and 80 keys: a third fewer reads of K and V from
 //     L2. Three buffers of 192 rows do not fit, so a tile ends as with d > 128 (H200, bf16, d=128, N=16384:
 //     763 TFLOP/s full, 756 causal, with 128 x 128 751 and 728; at N=4096 causal 558, with 128 x 128 594).
-//   - With 192 rows a warpgroup may need one tile of K and V less than the last one does. It passes it by
-//     (H200, bf16, d=64, causal, N=2048: 404 TFLOP/s, before 393).
-//   - The producer has 40 registers, where it had 24, and spilled some with a mask.
 //
-// Changed from early_wait: these. And it takes a sink, dropout and a V of d_v < d columns: V's map has d_v
+// Changed from cut_diagonal: these. And it takes a sink, dropout and a V of d_v < d columns: V's map has d_v
 // columns, so the engine fills up with zeros, and O's map has them, so it stores no more.
 //
 // HBM traffic without caches (hbm, above): as in flash2, with 2 bytes an element; L stays a float.
 #pragma once
+#include "common/both_rows.cuh"
 #include "common/drop.cuh"
 #include "common/epilogue.cuh"
 #include "common/launch.cuh"
@@ -40,7 +38,6 @@
 #include "common/mma.cuh"
 #include "common/order.cuh"
 #include "common/ring.cuh"
-#include "common/softmax.cuh"
 #include "common/store_panels.cuh"
 #include "common/tile16.cuh"
 #include "common/turns.cuh"
@@ -55,6 +52,7 @@ constexpr int pitch = panel * panels;      // elements in shared memory for a ro
 constexpr bool seamless = d <= 128 && Br * pitch <= 128 * 128;    // two buffers of Q and one of O fit; else O
 constexpr int Q_buffers = seamless ? 2 : 1;                              // leaves through Q's
 constexpr int tile_rows = (seamless ? 3 : 1) * Br + 4 * Bc;              // in shared memory
+constexpr int half_cols = Bc % 32 == 0 ? Bc / 2 : Bc;                    // of a tile of S
 
 // How many tiles of Q blocks have asked for, after their first ones
 __global__ void clear_kernel(int* asked_for) { *asked_for = 0; }
@@ -114,8 +112,8 @@ __global__ void __launch_bounds__(threads, 1) forward_kernel(
 
   float S_reg[Bc / 8][4], O_reg[width / 8][4] = {};                      // line 5
   uint32_t P_frag[Bc / 16][4];
-  auto multiply_S = [&](unsigned step, unsigned n) {                     // line 8: S_ij = Q_i K_j^T
-    wgmma_QK<width / 16>(S_reg, Q_tile + Q_smem.offset(n), Br, K_tile + K_smem.offset(step));
+  auto multiply_S = [&](auto& S, unsigned step, unsigned n) {            // line 8: S_ij = Q_i K_j^T
+    wgmma_QK<width / 16>(S, Q_tile + Q_smem.offset(n), Br, K_tile + K_smem.offset(step), false, Bc);
   };
   auto multiply_O = [&](unsigned step) {                                 // line 10: + P~_ij V_j
     V_smem.wait_until_full(step);
@@ -142,63 +140,63 @@ __global__ void __launch_bounds__(threads, 1) forward_kernel(
     const int warp_row = first_row(work);
     const Mask mask(p, work.bh / p.H, work.bh % p.H);
     const auto tiles = mask.key_tiles(Tr - 1 - work.tile);
-    const int end = max(tiles.end, 1), needed = mask.needed_tiles(end, first_row(work) / 64 * 64 + 63);
+    const int end = max(tiles.end, 1);
+    const auto needed = mask.needed<half_cols>(end, first_row(work) / 64 * 64 + 63);  // by this warpgroup
     const float m_0 = SINK ? LOG2_E * p.sink[work.bh % p.H] : -INFINITY, l_0 = SINK && lane % 4 == 0;
     for (int r = 0; r < 2; r++) m[r] = m_0, l[r] = l_0;
-    auto maximum = [&](int t) {                                          // line 9
+    auto maximum = [&](auto& S, int t) {                                 // line 9
       const bool cut = t >= tiles.cut;
-      if (NEGATIVE_SCALE) for_each(S_reg, [](float& x, int, int) { x = -x; });
-      if (cut || Mask::scores) mask_tile(S_reg, mask, p.scale, warp_row, tiles[t] * Bc, cut);
-      #pragma unroll
-      for (int r = 0; r < 2; r++) alpha[r] = maximum_step(S_reg, r, m[r], shift[r], c, cut, slack);
-      if (t + 1 < needed) K_smem.wait_until_full(step + t + 1);
+      if (NEGATIVE_SCALE) for_each(S, [](float& x, int, int) { x = -x; });
+      if (cut || Mask::scores) mask_tile(S, mask, p.scale, warp_row, tiles[t] * Bc, cut);
+      maximum_step(S, m, alpha, shift, c, cut, slack);
+      if (t + 1 < needed.tiles) K_smem.wait_until_full(step + t + 1);
     };
-    auto exponential = [&](int t) {
-      #pragma unroll
-      for (int r = 0; r < 2; r++) exponentials(S_reg, r, l[r], alpha[r], c, shift[r]);
-      if (DROPOUT) drop(S_reg, mask, warp_row, tiles[t] * Bc);
-      to_A(P_frag, S_reg);
+    auto exponential = [&](auto& S, int t) {
+      exponentials(S, l, alpha, c, shift);
+      if (DROPOUT) drop(S, mask, warp_row, tiles[t] * Bc);
+      to_A(P_frag, S);
     };
 
     K_smem.wait_until_full(step);
     turns.wait();
-    multiply_S(step, n);
+    multiply_S(S_reg, step, n);
     if (is_left) {
       multiply_O(last);
       turns.end();
       wgmma_wait<1>();
       K_smem.release(step);
-      maximum(0);
+      maximum(S_reg, 0);
       wgmma_wait<0>();
       V_smem.release(last);
       store(before);
-      exponential(0);
+      exponential(S_reg, 0);
     } else {
       turns.end();
       wgmma_wait<0>();
       K_smem.release(step);
-      maximum(0);
-      exponential(0);
+      maximum(S_reg, 0);
+      exponential(S_reg, 0);
     }
     for_each(O_reg, [](float& x, int, int) { x = 0.f; });                // line 5
-    for (int t = 1; t < needed; t++) {                                    // line 6
+    auto step_of = [&](auto& S, int t) {
       turns.wait();
-      multiply_S(step + t, n);
+      multiply_S(S, step + t, n);
       multiply_O(step + t - 1);
       turns.end();
       wgmma_wait<1>();
       K_smem.release(step + t);
-      maximum(t);
+      maximum(S, t);
       wgmma_wait<0>();
       V_smem.release(step + t - 1);
-      exponential(t);
+      exponential(S, t);
       if (slack == 0.f || __any_sync(0xffffffff, alpha[0] != 1.f || alpha[1] != 1.f))
         rescale(O_reg, alpha);                                           // line 10
-    }                                                                    // line 11
-    last = step + needed - 1;
-    if (needed < end) {                     // this warpgroup's rows see nothing of the last tile
-      turns.wait();
-      turns.end();
+    };
+    for (int t = 1; t < needed.tiles - needed.some_are_enough; t++) step_of(S_reg, t);         // line 6
+    if (needed.some_are_enough) step_of(first<half_cols / 8>(S_reg), needed.tiles - 1);        // line 11
+    last = step + needed.tiles - 1;
+    if (needed.tiles < end) {                     // this warpgroup's rows see nothing of the last tile
+      turns.pass();
       K_smem.pass(last + 1);
       V_smem.pass(last + 1);
     }
