@@ -40,10 +40,10 @@ def test_every_hopper_stage_leaves_marks():
 @needs_nvcc
 @pytest.mark.parametrize("stage", ALL, ids=lambda stage: stage.path.stem)
 def test_compiles_with_marks(stage, tmp_path):
-    """Marks everywhere, in two stages not where products are under way: ptxas serialises none, and spills
+    """Marks everywhere, in three stages not where products are under way: ptxas serialises none, and spills
     nothing but a few bytes of two producers. Of one stage a pass the host's code, too."""
     more = {"TIMELINE_FILE": timeline.FILES[stage.direction],
-            "TIMELINE_IN_FLIGHT": str(int(stage.name not in ("lazy_rescale", "seeded")))}
+            "TIMELINE_IN_FLIGHT": str(int(stage.name not in ("lazy_rescale", "seeded", "cut_diagonal")))}
     output = ("-c", "-Xcompiler", "-fPIC") if stage.name == "tma" else ("-cubin",)
     report = compile_stage(stage, "sm_90a", 128, True, tmp_path, torch.bfloat16, more=more, output=output)
     assert SERIALISED not in report, report
@@ -53,6 +53,15 @@ def test_compiles_with_marks(stage, tmp_path):
     assert b"8timeline5marks" in made       # the buffer
     assert stage.name != "tma" or all(f"flash_timeline_{name}".encode() in made
                                       for name in ("bytes", "clear", "read"))
+
+
+@needs_nvcc
+@pytest.mark.parametrize("d, serialised", [(64, True), (128, True), (256, False)])
+def test_marks_that_serialise_products(d, serialised, tmp_path):
+    """As docs/timeline.md says: those of cut_diagonal, causal, while products are under way."""
+    more = {"TIMELINE_FILE": timeline.FILES["fwd"], "TIMELINE_IN_FLIGHT": "1"}
+    report = compile_stage(STAGES["cut_diagonal"], "sm_90a", d, True, tmp_path, torch.bfloat16, more=more)
+    assert (SERIALISED in report) == serialised, report
 
 
 @needs_nvcc
