@@ -189,7 +189,7 @@ __global__ void __launch_bounds__(threads, 1) forward_kernel(
     Q_smem.release(n);
     last = step + needed.tiles - 1;
     if (needed.tiles < end) {                     // this warpgroup's rows see nothing of the last tile
-      turns.pass();
+      turns.skip();
       K_smem.pass(last + 1);
       V_smem.pass(last + 1);
     }

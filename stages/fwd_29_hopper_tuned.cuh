@@ -196,7 +196,7 @@ __global__ void __launch_bounds__(threads, 1) forward_kernel(
     if (needed.some_are_enough) step_of(first<half_cols / 8>(S_reg), needed.tiles - 1);        // line 11
     last = step + needed.tiles - 1;
     if (needed.tiles < end) {                     // this warpgroup's rows see nothing of the last tile
-      turns.pass();
+      turns.skip();
       K_smem.pass(last + 1);
       V_smem.pass(last + 1);
     }

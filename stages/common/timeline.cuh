@@ -153,7 +153,7 @@ struct Turns : ::Turns<warpgroups> {
     if (warpgroups > 1) mark(END_TURN, POINT, line);
     Unmarked::end();
   }
-  __device__ __forceinline__ void pass(int line = __builtin_LINE()) const {
+  __device__ __forceinline__ void skip(int line = __builtin_LINE()) const {
     wait(line);
     end(line);
   }

@@ -19,7 +19,7 @@ struct Turns {
   __device__ __forceinline__ void end() const {
     if (warpgroups > 1) named_barrier_arrive(1 + (warpgroup + 1) % warpgroups, 256);
   }
-  __device__ __forceinline__ void pass() const {       // with nothing to do in between
+  __device__ __forceinline__ void skip() const {       // with nothing to do in between
     wait();
     end();
   }
