@@ -70,6 +70,7 @@ MORE_SHAPES = [
     (1, 2, 1, 192, 64, 40, -15, (192, 16), ""),      # a warpgroup sees one key of the last tile
     (1, 2, 1, 192, 64, 40, -190, (192, 16), ""),     # one sees none of the only tile
     (1, 1, 1, 128, 49, 40, -79, (128, 32), "a large key"),   # one more than half of the last tile
+    (1, 4, 1, 128, 48, 136, -80, (128, 32), ""),     # just half of it
 ]
 # "a large key": the last one's scores are so large, or so low, that e^score is infinite, or 0: a row's own
 # maximum must prevent it. "large": all are, and each key is the maximum of some row. "low": all are so low

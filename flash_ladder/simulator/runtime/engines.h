@@ -27,6 +27,8 @@ struct Seen {                     // by a warp, that a phase is complete
   Site site;
 };
 
+struct Phases { Steps came, came_before; };   // when warps have arrived, in this one and in the one before
+
 struct Mbarrier {
   size_t offset = 0;              // in shared memory
   int arrivals = 0;               // that a phase takes
@@ -49,7 +51,7 @@ struct Mbarrier {
   const char* last_load_to = nullptr;
   Steps steps, steps_over;        // known by all arrivals, and by those of complete phases
   std::map<int, Seen> seen;       // of the last complete phase, by warp
-  Steps came, came_before;        // when warps have arrived, in this phase and in the one before
+  Phases phases;
 };
 
 // What cuTensorMapEncodeTiled makes of its arguments. (NVIDIA's layout is not documented.)
@@ -115,6 +117,7 @@ struct NamedBarrier {
   std::vector<Fiber*> waiting;
   std::shared_ptr<Past> released; // for the checker: what has been handed to it
   Steps steps;                    // the same
+  Phases phases;                  // the same
 };
 
 struct Stores {                   // of one thread, for the checker
@@ -175,5 +178,7 @@ void exchange_steps(const void* address, const Fiber& f);
 void phase_entered(Mbarrier& m, const Fiber& f, Site site);
 void phase_seen(Mbarrier& m, const Fiber& f, Site site);
 void phase_over(Mbarrier& m);
+void phase_entered(NamedBarrier& b, const Fiber& f, const std::string& name, int id);
+void phase_over(NamedBarrier& b);
 
 }  // namespace sim

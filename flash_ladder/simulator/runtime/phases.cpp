@@ -2,7 +2,8 @@
 // the immediately preceding phase of the mbarrier object" (PTX ISA, mbarrier.test_wait). A thread that is
 // slow, and asks when the phase after is over as well, waits for a later one, or for ever. So all waits for a
 // phase must have ended before the next one is complete: an arrival in that, or a copy whose bytes it counts,
-// must come after each of them. Nor may an arrival count in another phase than in the one that is meant.
+// must come after each of them. Nor may an arrival count in another phase than in the one that is meant: at a
+// named barrier neither.
 //
 // Order is all that matters here, not memory. It is known by warps, as their lanes go on together, and their
 // steps are counted. What a warp knows to be over it hands on by arrivals, barriers, products of its
@@ -54,19 +55,34 @@ void steps_meet(Fiber* const* fibers, size_t count) {
 }
 
 // A thread arrives. If it does not know that the phase before is over, it might have been in time for that.
-void phase_entered(Mbarrier& m, const Fiber& f, Site site) {
+static void entered(Phases& p, const Fiber& f, const std::string& arrival, Site site) {
   const Steps& known = steps_of(f);
   const size_t warp = size_t(f.number) / WARP_SIZE;
   bool knows = true;
-  for (size_t i = 0; i < m.came_before.size(); i++)
-    knows &= i == warp || m.came_before[i] <= known[i];
+  for (size_t i = 0; i < p.came_before.size(); i++)
+    knows &= i == warp || p.came_before[i] <= known[i];
   if (!knows && !worker->cluster)
-    mistake_found("mbarrier_arrive(): this arrival in phase " + std::to_string(m.phase) + " of " +
-                      shared_element(*worker, int64_t(m.offset)) + " may count in the phase before: the "
-                      "thread has not waited until others have made theirs in that", site);
-  if (m.came.size() <= warp) m.came.resize(warp + 1);
-  m.came[warp] = known[warp];
+    mistake_found(arrival + " may count in the phase before: the thread has not waited until others have "
+                      "made theirs in that", site);
+  if (p.came.size() <= warp) p.came.resize(warp + 1);
+  p.came[warp] = known[warp];
 }
+
+static void over(Phases& p) {
+  p.came_before = std::move(p.came);
+  p.came.clear();
+}
+
+void phase_entered(Mbarrier& m, const Fiber& f, Site site) {
+  entered(m.phases, f, "mbarrier_arrive(): this arrival in phase " + std::to_string(m.phase) + " of " +
+                           shared_element(*worker, int64_t(m.offset)), site);
+}
+
+void phase_entered(NamedBarrier& b, const Fiber& f, const std::string& name, int id) {
+  entered(b.phases, f, name + "(): this arrival at barrier " + std::to_string(id), b.site);
+}
+
+void phase_over(NamedBarrier& b) { over(b.phases); }
 
 void phase_seen(Mbarrier& m, const Fiber& f, Site site) {
   const int warp = f.number / WARP_SIZE;
@@ -91,8 +107,7 @@ void phase_over(Mbarrier& m) {
                   seen.site);
     w.current = running;
   }
-  m.came_before = std::move(m.came);
-  m.came.clear();
+  over(m.phases);
   m.steps_over = m.steps;
   m.seen.clear();
   for (const Fiber* f : m.waiting) m.seen[f->number / WARP_SIZE] = {0, f->site};

@@ -124,10 +124,12 @@ extern "C" void sim_named_barrier(const char* name, int id, int threads, bool wa
           "for " + std::to_string(b.threads - b.arrived) + " of " + std::to_string(b.threads) + " threads");
   b.by.set(w.current->number);
   if (w.launch->checked) {
+    phase_entered(b, *w.current, name, id);
     hand_over(b.released, *w.current);
     hand_over_steps(b.steps, *w.current);
   }
   if (++b.arrived == threads) {
+    if (w.launch->checked) phase_over(b);
     b.arrived = 0;
     b.by.reset();
     std::vector<Fiber*> all;
