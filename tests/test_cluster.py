@@ -65,6 +65,13 @@ def test_multicast(device, schedule, tiles):
           device=device)
 
 
+@pytest.mark.parametrize("count", [1, 2, 5])
+def test_send(device, schedule, count):
+    x = torch.randint(-100, 100, (2, 128), generator=torch.Generator().manual_seed(0)).int()
+    expected = 2 ** (count - 1) * x.sum(0, keepdim=True).expand(2, -1).int()
+    check("send", {"x": x}, empty(2, 128, device=device), expected, count, device=device)
+
+
 ERRORS = [
     "in_block(): block 2 of a cluster of 2",
     "in_block(): this is not in the block's shared memory",
@@ -73,6 +80,11 @@ ERRORS = [
     "mbarrier_arrive_in_block(): block 1 of the cluster has ended already",
     "clusters of 2 x 1 x 1 blocks; 8 are possible, and the grid must be a multiple",
     "cluster_arrive(): the kernel has been launched without clusters",
+    "bulk_send(): the address in shared memory must be a multiple of 16",
+    "bulk_send(): 20 bytes; a multiple of 16 is possible",
+    "bulk_send(): block 2 of a cluster of 2",
+    "bulk_send(): block 1 has not initialised this mbarrier",
+    "bulk_send(): 16 bytes from here on are not in shared memory",
 ]
 
 

@@ -8,10 +8,12 @@ WAIT = " (cp_async_commit, later cp_async_wait)"
 ENGINES = {  # who has to wait for an engine's access, and how
     "tma write": "whoever uses it must wait first for the mbarrier at which its bytes count",
     "tma read": "the thread that stores must wait for it first (bulk_commit, later bulk_wait_read)",
+    "send": "the block that it is sent to must say that it has come (mbarrier_arrive_in_block)",
     "wgmma": "its warpgroup must wait for it first (wgmma_commit, later wgmma_wait)",
 }
 VERBS = {"read": "reads", "write": "writes", "atomic": "updates", "copy": "copies to",
-         "source": "copies from", "tma write": "copies to", "tma read": "stores from", "wgmma": "multiplies"}
+         "source": "copies from", "tma write": "copies to", "tma read": "stores from",
+         "send": "sends", "wgmma": "multiplies"}
 
 
 def message_of(f: dict, element: str, parties: tuple[Party, ...]) -> str:
@@ -80,8 +82,8 @@ def message_of(f: dict, element: str, parties: tuple[Party, ...]) -> str:
             what = f"{f['bytes']} bytes from {element} on, not all of them in its shape"
         return f"out of bounds in {kernel}: {does}{what} at {sites[0]}"
     if f["what"] == "ended block":
-        return (f"ended block in {kernel}: {does}{element} at {sites[0]}, in a block of the cluster that has "
-                "ended; no block may end before the others are done with it: cluster_sync()")
+        return (f"ended block in {kernel}: {does}{element} at {sites[0]}, in a block of the cluster that may "
+                "have ended; no block may end before the others are done with it: cluster_sync()")
     if f["what"] == "too early":
         return (f"too early in {kernel}: {does}{element} at {sites[0]}, which the kernel before it uses, and "
                 "that may still run: wait_for_previous_kernel() must come first")

@@ -127,7 +127,7 @@ class Access:
     place: Place
     memory: str        # "HBM" or "shared"
     kind: str          # "read", "write", "atomic"; of shared memory also "copy" (cp.async), and, a whole copy
-    #                    or product a request, "tma write", "tma read", "wgmma"
+    #                    or product a request, "tma write", "tma read", "send", "wgmma"
     array: str
     access_bytes: int  # of a lane
     requests: int

@@ -46,6 +46,17 @@ __device__ __forceinline__ void mbarrier_arrive_in_block(uint64_t* barrier, int 
                :: "r"(shared_address(barrier)), "r"(rank) : "memory");
 }
 
+// Wait for a phase in which threads of other blocks arrive, too, and see what they have done before.
+// (mbarrier_wait() is for this block's threads: at its scope it costs less.)
+__device__ __forceinline__ void mbarrier_wait_for_blocks(uint64_t* barrier, int parity) {
+  uint32_t complete = 0;
+  while (!complete)
+    asm volatile("{.reg .pred complete;\n\t"
+                 "mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 complete, [%1], %2;\n\t"
+                 "selp.u32 %0, 1, 0, complete;}"
+                 : "=r"(complete) : "r"(shared_address(barrier)), "r"(parity) : "memory");
+}
+
 // Ask for a box once, for all blocks whose bit of `ranks` is set: each finds it at `to` in its own shared
 // memory, and its bytes at its own barrier. (sm_90a: quick there only)
 __device__ __forceinline__ void tma_load_multicast(void* to, const CUtensorMap& map, uint64_t* barrier,
@@ -54,6 +65,19 @@ __device__ __forceinline__ void tma_load_multicast(void* to, const CUtensorMap& 
                ".multicast::cluster [%0], [%1, {%3, %4, %5, %6}], [%2], %7;"
                :: "r"(shared_address(to)), "l"(&map), "r"(shared_address(barrier)), "r"(col), "r"(row),
                   "r"(head), "r"(batch), "h"(uint16_t(ranks)) : "memory");
+}
+
+// Send so many bytes, a multiple of 16, to where block `rank` has `to`. They count at the barrier that it has
+// there. Nothing else says that `from` has been read: that block has to tell.
+__device__ __forceinline__ void bulk_send(void* to, const void* from, int bytes, uint64_t* barrier,
+                                          int rank) {
+  asm volatile("{.reg .b32 there, its_barrier;\n\t"
+               "mapa.shared::cluster.u32 there, %0, %4;\n\t"
+               "mapa.shared::cluster.u32 its_barrier, %3, %4;\n\t"
+               "cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes "
+               "[there], [%1], %2, [its_barrier];}"
+               :: "r"(shared_address(to)), "r"(shared_address(from)), "r"(bytes),
+                  "r"(shared_address(barrier)), "r"(rank) : "memory");
 }
 
 #else

@@ -119,9 +119,43 @@ extern "C" const char* run_multicast(__half* x, float* out, int tiles) {
   return result(cudaLaunchKernelEx(&c.config, multicast, map, out, tiles));
 }
 
+// Round after round each block sends its tile to the other one, a warp a quarter of it, and adds what has
+// come to what it sends next.
+__global__ void send(const int* x, int* out, int count) {
+  __shared__ __align__(16) int mine[128];
+  __shared__ __align__(16) int others[128];
+  __shared__ uint64_t full;
+  __shared__ uint64_t empty;
+  const int t = threadIdx.x, rank = cluster_rank(), first = t / 32 * 32;
+  if (t == 0) {
+    mbarrier_init(&full, 1);
+    mbarrier_init(&empty, 128);
+    fence_mbarrier_init();
+  }
+  cluster_sync();
+  int number = x[128 * rank + t];
+  for (int i = 0; i < count; i++) {
+    mbarrier_wait_for_blocks(&empty, (i + 1) % 2);
+    mine[t] = number;
+    fence_proxy_async();
+    __syncwarp();
+    if (t % 32 == 0) bulk_send(others + first, mine + first, 32 * sizeof(int), &full, 1 - rank);
+    if (t == 0) mbarrier_arrive_expect(&full, sizeof others);
+    mbarrier_wait(&full, i % 2);
+    number += others[t];
+    mbarrier_arrive_in_block(&empty, 1 - rank);
+  }
+  out[128 * rank + t] = number;
+  cluster_sync();
+}
+extern "C" const char* run_send(const int* x, int* out, int count) {
+  Config c(2, 128, 2);
+  return result(cudaLaunchKernelEx(&c.config, send, x, out, count));
+}
+
 // Mistakes
 __global__ void mistake(int number, int* out) {
-  __shared__ int x[32];
+  __shared__ __align__(16) int x[32];
   __shared__ uint64_t barrier;
   x[threadIdx.x] = number;
   if (threadIdx.x == 0) mbarrier_init(&barrier, 1);
@@ -136,6 +170,11 @@ __global__ void mistake(int number, int* out) {
     for (int i = 0; i < 5; i++) __nanosleep(1);
     mbarrier_arrive_in_block(&barrier, 1);  // HERE: 4
   }
+  if (number == 7) bulk_send(x + 1, x, 16, &barrier, 1 - rank);  // HERE: 7
+  if (number == 8) bulk_send(x, x, 20, &barrier, 1 - rank);  // HERE: 8
+  if (number == 9) bulk_send(x, x, 16, &barrier, 2);  // HERE: 9
+  if (number == 10 && rank == 0) bulk_send(x, x, 16, &barrier + 1, 1 - rank);  // HERE: 10
+  if (number == 11) bulk_send(x, out, 16, &barrier, 1 - rank);  // HERE: 11
   cluster_sync();
 }
 extern "C" const char* run_mistake(int number, int* out) {

@@ -122,6 +122,9 @@ void observe(const void* address, size_t bytes, Kind kind, const void* pc, Asks 
   if (!m.allows(offset, bytes)) return found_about("out of bounds", access, array, offset, bytes);
   check_cells(f, m, array, access, offset, bytes, asks == Asks::ALL_WRITTEN || asks == Asks::BOTH);
   f.worked = f.now;
+  if (other)
+    visited(*other, w->block, unsigned(f.number),
+            {f.now, {f.thread_index, w->block_index, kind, access, {}}, int64_t(offset)});
   if (kind == Kind::WRITE && bytes >= 4 && !other) {
     f.stored = p;
     f.stored_bytes = uint16_t(bytes);
@@ -168,6 +171,7 @@ void end_checked_block(Worker& w) {
     for (const Copy& copy : f.copies) copy_was_not_waited_for(f, copy);
   }
   if (w.engines) check_engines_at_end(w);
+  check_visits_at_end(w);
 }
 
 // It can wait for nothing any more, and nobody for it.

@@ -26,6 +26,7 @@ namespace sim {
 enum class Kind : uint8_t {
   READ,
   TMA_READ, WGMMA,             // of shared memory, by the copy engine and by tensor cores
+  SEND,                        // the same, by the copy engine for another block
   WRITE, ATOMIC,
   EXCHANGE,                    // an atomic; it needs no old value
   COPY,                        // a write that is made some time before its thread's wait for it has ended
@@ -34,7 +35,7 @@ enum class Kind : uint8_t {
 };
 
 inline bool is_atomic(Kind kind) { return kind == Kind::ATOMIC || kind == Kind::EXCHANGE; }
-inline bool is_read(Kind kind) { return kind <= Kind::WGMMA; }
+inline bool is_read(Kind kind) { return kind <= Kind::SEND; }
 
 // -------------------------------------------------------------------------------- clock.cpp
 // A thread's time is a number that grows whenever it synchronises with others. A Past says up to which time
@@ -197,7 +198,8 @@ struct Checker {
   Kernel* kernel = nullptr;                      // that runs
   uint32_t launch = 0;                           // the epoch of global memory
   uint32_t blocks = 0;                           // of all launches: their numbers are epochs of shared memory
-  std::map<std::pair<uint32_t, unsigned>, unsigned> threads_behind;   // engines, by block and number
+  // Engines, by block and number: the block and the number of the thread that has asked last
+  std::map<std::pair<uint32_t, unsigned>, std::pair<uint32_t, unsigned>> threads_behind;
   std::vector<Finding> findings;
   bool more_findings = false;                    // than are kept
 };
@@ -229,7 +231,7 @@ void flush_all_requests(size_t warps);
 void forget_requests();
 
 // -------------------------------------------------------------------------------- engine_checks.cpp
-unsigned thread_behind(uint32_t block, unsigned number);
+std::pair<uint32_t, unsigned> thread_behind(uint32_t block, unsigned number);
 void check_registers(Fiber& f, const char* address, size_t bytes, Kind kind, const void* pc);
 void check_engines_at_end(Worker& w);
 

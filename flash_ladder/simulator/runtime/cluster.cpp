@@ -7,7 +7,6 @@
 
 #include <algorithm>
 
-#include "checker.h"
 #include "engines.h"
 
 namespace sim {
@@ -25,6 +24,7 @@ void begin_cluster(const std::vector<Worker*>& blocks, size_t number) {
   cluster->blocks = blocks;
   cluster->released.resize(blocks.size());
   cluster->complete.resize(blocks.size());
+  cluster->visits.resize(blocks.size());
   for (size_t rank = 0; rank < blocks.size(); rank++) {
     const uint3 i = index_of(rank, size);
     const size_t x = place.x * size.x + i.x, y = place.y * size.y + i.y, z = place.z * size.z + i.z;
@@ -108,12 +108,32 @@ extern "C" void sim_mbarrier_arrive_in_block(uint64_t* barrier, int rank, const 
   std::shared_ptr<Past> known;
   if (worker->launch->checked) {
     known = knowledge_in(there, *self);
+    visited(there, worker->block, unsigned(self->number),
+            {self->now, {self->thread_index, worker->block_index, Kind::ATOMIC, 0, site}, int64_t(offset)});
     self->now++;
   }
   InBlock in_it(&there, self);
   if (known) hand_over(m->second.released, *known);
   m->second.missing--;
   complete_if_all_is_there(m->second);
+}
+
+// -------------------------------------------------------------------------------- what others do in a block
+void visited(const Worker& w, uint32_t block, unsigned number, const Visit& visit) {
+  Visit& last = w.cluster->visits[size_t(w.rank)][{block, number}];
+  if (visit.time >= last.time) last = visit;
+}
+
+// The block has ended. One of its threads must have known of all that others have done in it: else it might
+// have ended before.
+void check_visits_at_end(Worker& w) {
+  if (!w.cluster || !w.error.empty()) return;
+  for (const auto& [who, visit] : w.cluster->visits[size_t(w.rank)]) {
+    const bool is_known = std::any_of(w.fibers.begin(), w.fibers.end(), [&](const Fiber& f) {
+      return has_happened(f, who.first, who.second, visit.time);
+    });
+    if (!is_known) found({"ended block", "", SHARED, "", visit.offset, 4, {visit.by}, "", 0});
+  }
 }
 
 // -------------------------------------------------------------------------------- its barrier

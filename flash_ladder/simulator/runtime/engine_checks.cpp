@@ -14,6 +14,7 @@
 #include <algorithm>
 
 #include "checker.h"
+#include "cluster.h"
 #include "engines.h"
 
 namespace sim {
@@ -31,17 +32,21 @@ static Agent engine(int number, uint32_t time, std::shared_ptr<const Past> past,
   return a;
 }
 
-// Its number, given at its first use; after those of the threads
-static int number_of_engine(Worker& w, int& number, const Fiber& behind) {
+// Its number, given at its first use; after those of the threads. `of`: the block of the thread behind it
+static int number_of_engine(Worker& w, int& number, const Fiber& behind, const Worker& of) {
   if (number < 0) number = int(w.warps.size()) * WARP_SIZE + engines_of(w).agents++;
-  checker->threads_behind[{w.block, unsigned(number)}] = unsigned(behind.number);
+  checker->threads_behind[{w.block, unsigned(number)}] = {of.block, unsigned(behind.number)};
   return number;
 }
 
-// The thread in whose name a number works
-unsigned thread_behind(uint32_t block, unsigned number) {
+static int number_of_engine(Worker& w, int& number, const Fiber& behind) {
+  return number_of_engine(w, number, behind, w);
+}
+
+// The thread in whose name a number works, and its block
+std::pair<uint32_t, unsigned> thread_behind(uint32_t block, unsigned number) {
   const auto found = checker->threads_behind.find({block, number});
-  return found == checker->threads_behind.end() ? number : found->second;
+  return found == checker->threads_behind.end() ? std::make_pair(block, number) : found->second;
 }
 
 static void learn(Past& past, int number, uint32_t time) {
@@ -97,6 +102,25 @@ static uint16_t check_access(const Agent& a, const char* p, size_t bytes, Kind k
   }
   if (kind == Kind::TMA_READ || kind == Kind::WGMMA) check_proxy_fence(a, m, offset, bytes, access);
   check_cells(a, m, array, access, offset, bytes, true);
+  return access;
+}
+
+// The same of 16 bytes that a thread sends, in its block's shared memory: read by an engine of this block.
+static uint16_t check_sent(const Agent& a, const BulkCopy& c, const char* p) {
+  Memory& m = *c.sender->shadow;
+  const uint64_t offset = p - m.base;
+  const uint16_t access = number_of(c.pc, SHARED, Kind::SEND);
+  {
+    InBlock in_it(c.sender, c.fiber);
+    if (!m.allows(offset, 16)) {
+      found_about("out of bounds", access, SHARED, int64_t(offset), 16);
+      return access;
+    }
+    check_proxy_fence(engine(c.fiber->number, 0, knowledge(*c.fiber)), m, offset, 16, access);
+  }
+  check_cells(a, m, SHARED, access, offset, 16, true);
+  visited(*c.sender, worker->block, unsigned(a.number),
+          {a.now, {c.fiber->thread_index, c.sender->block_index, Kind::SEND, access, {}}, int64_t(offset)});
   return access;
 }
 
@@ -162,7 +186,7 @@ void waited(Mbarrier& m, Fiber& f, Site site) {
 
 // -------------------------------------------------------------------------------- the copy engine
 static std::string name_of_load(const BulkCopy& c) {
-  return c.map.rank ? "tma_load(): " : "bulk_load(): ";
+  return c.map.rank ? "tma_load(): " : c.sender ? "bulk_send(): " : "bulk_load(): ";
 }
 
 void load_started(BulkCopy& c) {
@@ -174,10 +198,12 @@ void load_started(BulkCopy& c) {
     mistake_found(name_of_load(c) + "the copy engine may not see the mbarrier yet: fence_mbarrier_init() "
                   "must follow its initialisation" + at(m.site), c.site);
   const std::shared_ptr<const Past> known = c.known ? c.known : knowledge(*c.fiber);
-  const Agent a = engine(number_of_engine(w, m.agent, *c.fiber), c.phase + 1, known, c.fiber);
+  const Worker& asking = c.sender ? *c.sender : w;
+  const Agent a = engine(number_of_engine(w, m.agent, *c.fiber, asking), c.phase + 1, known, c.fiber);
   Tally from, to;
   each_chunk_of(w, c, [&](char* shared, char* global, size_t, size_t count) {
-    if (count) from.add(check_access(a, global, count, Kind::READ, c.pc), global, count);
+    if (c.sender) from.add(check_sent(a, c, global), w.shared + (global - c.sender->shared), count);
+    else if (count) from.add(check_access(a, global, count, Kind::READ, c.pc), global, count);
     to.add(check_access(a, shared, 16, Kind::TMA_WRITE, c.pc), shared, 16);
   });
   if (!c.is_again) from.count();

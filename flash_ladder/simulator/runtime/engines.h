@@ -73,6 +73,7 @@ struct BulkCopy {                 // by the copy engine
   TensorMap map;                  // LOAD, STORE: of the box; rank 0: no box, but bytes as they lie
   int64_t corner[5];              // of the box
   char* global;                   // no box: so many bytes from here on
+  Worker* sender;                 // LOAD: of the cluster, in whose shared memory that is; else null
   size_t bytes;                   // of shared memory
   Mbarrier* mbarrier;             // LOAD: where its bytes count
   uint32_t phase;                 // in which it has started

@@ -108,8 +108,9 @@ void found_race(int access, int array, int64_t offset, size_t bytes, unsigned th
                 int other) {
   const Worker& w = *worker;
   const Kind kind = checker->accesses[other].kind;
-  const uint3 index = w.fibers[thread_behind(block, thread)].thread_index;
-  const Party before{index, block_index(w, block), kind, other, {}};
+  const auto [asking_block, asking_thread] = thread_behind(block, thread);
+  const uint3 index = w.fibers[asking_thread].thread_index;
+  const Party before{index, block_index(w, asking_block), kind, other, {}};
   found({"race", "", array, "", offset, bytes, {before, self(access)}, "", 0});
 }
 

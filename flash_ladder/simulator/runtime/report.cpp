@@ -44,6 +44,7 @@ static std::string json(Kind kind) {
               : kind == Kind::SOURCE ? "source"
               : kind == Kind::TMA_WRITE ? "tma write"
               : kind == Kind::TMA_READ ? "tma read"
+              : kind == Kind::SEND ? "send"
               : kind == Kind::WGMMA ? "wgmma"
                                      : "write");
 }

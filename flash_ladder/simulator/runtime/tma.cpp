@@ -203,32 +203,35 @@ extern "C" void sim_tma_load(void* to, const CUtensorMap* map, uint64_t* barrier
   start(std::move(c));
 }
 
+// A load for another block: to the same place there
+static void start_in_block(int rank, BulkCopy copy, const uint64_t* barrier, const char* name) {
+  const Worker& w = *worker;
+  Worker& there = block_of_rank(rank, name, copy.site);
+  auto& all = engines_of(there).mbarriers;
+  const auto m = all.find(reinterpret_cast<const char*>(barrier) - w.shared);
+  if (m == all.end())
+    fail(std::string(name) + ": block " + std::to_string(rank) + " has not initialised this mbarrier",
+         copy.site);
+  copy.shared = there.shared + (copy.shared - w.shared);
+  copy.mbarrier = &m->second;
+  copy.phase = m->second.phase;
+  if (w.launch->checked) copy.known = knowledge_in(there, *w.current);
+  InBlock in_it(&there, copy.fiber);
+  start(std::move(copy));
+}
+
 // One load for several blocks: to each of them as a load of its own, which counts at its own mbarrier.
 extern "C" void sim_tma_load_multicast(void* to, const CUtensorMap* map, uint64_t* barrier, const int* corner,
                                        int ranks, const char* file, int line) {
   const Site site{file, line};
   const char* name = "tma_load_multicast()";
   const BulkCopy c = box_copy(Bulk::LOAD, map, to, corner, name, site, __builtin_return_address(0));
-  Worker& w = *worker;
   if (ranks <= 0) fail(std::string(name) + ": no block of the cluster is named", site);
-  bool is_again = false;
+  BulkCopy copy = c;
   for (int rank = 0; ranks >> rank; rank++) {
     if (!(ranks >> rank & 1)) continue;
-    Worker& there = block_of_rank(rank, name, site);
-    const auto& all = engines_of(there).mbarriers;
-    const auto m = all.find(reinterpret_cast<char*>(barrier) - w.shared);
-    if (m == all.end())
-      fail(std::string(name) + ": block " + std::to_string(rank) + " has not initialised this mbarrier",
-           site);
-    BulkCopy copy = c;
-    copy.shared = there.shared + (c.shared - w.shared);
-    copy.mbarrier = &engines_of(there).mbarriers[m->first];
-    copy.phase = copy.mbarrier->phase;
-    copy.is_again = is_again;
-    if (w.launch->checked) copy.known = knowledge_in(there, *w.current);
-    is_again = true;
-    InBlock in_it(&there, c.fiber);
-    start(std::move(copy));
+    start_in_block(rank, copy, barrier, name);
+    copy.is_again = true;
   }
 }
 
@@ -264,6 +267,18 @@ extern "C" void sim_bulk_load(void* to, const void* from, int bytes, uint64_t* b
   c.mbarrier = &mbarrier_at(barrier, name, site);
   c.phase = c.mbarrier->phase;
   start(std::move(c));
+}
+
+// A load for another block, from this one's shared memory. (PTX ISA, cp.async.bulk: shared::cta to
+// shared::cluster has the mbarrier as its only completion mechanism; it lies where the bytes go.)
+extern "C" void sim_bulk_send(void* to, const void* from, int bytes, uint64_t* barrier, int rank,
+                              const char* file, int line) {
+  const Site site{file, line};
+  const char* name = "bulk_send()";
+  BulkCopy c = plain_copy(Bulk::LOAD, to, from, bytes, name, site, __builtin_return_address(0));
+  check_shared(c.global, c.bytes, 16, name, site);
+  c.sender = worker;
+  start_in_block(rank, std::move(c), barrier, name);
 }
 
 extern "C" void sim_bulk_add(float* to, const void* from, int bytes, const char* file, int line) {

@@ -12,6 +12,8 @@ void* sim_in_block(const void* p, int rank, const char* file, int line);
 void sim_mbarrier_arrive_in_block(uint64_t* barrier, int rank, const char* file, int line);
 void sim_tma_load_multicast(void* to, const CUtensorMap* map, uint64_t* barrier, const int* corner, int ranks,
                             const char* file, int line);
+void sim_bulk_send(void* to, const void* from, int bytes, uint64_t* barrier, int rank, const char* file,
+                   int line);
 }
 }  // namespace sim
 
@@ -32,4 +34,11 @@ SIM_ALWAYS_INLINE void tma_load_multicast(void* to, const CUtensorMap& map, uint
                                           int row, int head, int batch, int ranks, SIM_SITE) {
   const int corner[] = {col, row, head, batch};
   sim::sim_tma_load_multicast(to, &map, barrier, corner, ranks, file, line);
+}
+SIM_ALWAYS_INLINE void bulk_send(void* to, const void* from, int bytes, uint64_t* barrier, int rank,
+                                 SIM_SITE) {
+  sim::sim_bulk_send(to, from, bytes, barrier, rank, file, line);
+}
+SIM_ALWAYS_INLINE void mbarrier_wait_for_blocks(uint64_t* barrier, int parity, SIM_SITE) {
+  sim::sim_mbarrier_wait(barrier, parity, file, line);
 }
