@@ -107,6 +107,7 @@ def tile_sizes(stage, d) -> list[dict[str, int]]:
     for Br, Bc in sizes:
         with contextlib.suppress(ValueError):
             taken.append(stage.tiles(d, 227 * 1024, Br=Br, Bc=Bc))
+    taken = taken or [stage.default_tiles(d)]
     return [taken[0], taken[len(taken) // 2], taken[-1]]
 
 

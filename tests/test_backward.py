@@ -1,6 +1,7 @@
 """Every backward stage, over the grid of grid.py, against float64. New stages join by being in
 stages/."""
 
+import itertools
 import math
 import random
 
@@ -23,7 +24,7 @@ from conftest import (
 import flash
 from flash_ladder import plan
 from flash_ladder.arithmetic import evaluate
-from flash_ladder.grid import GRID, THIN
+from flash_ladder.grid import GRID, SIDE_BRANCH, THIN
 
 STAGES = flash.stages("bwd")
 BY_NAME = {s.name: s for s in STAGES}
@@ -96,6 +97,17 @@ def test_grid(kernel, case, device):
             last_seen = q.shape[2] - 1 + diagonal
             assert all((x == 0).all() for x in (dq[:, :, :max(-diagonal, 0)], dk[:, :, last_seen + 1:],
                                                 dv[:, :, last_seen + 1:]))
+
+
+@pytest.mark.parametrize("stage, shape", itertools.product(SIDE_BRANCH, [
+    (1, 4, 2, 100, 150, 200, "bottom"), (2, 2, 1, 33, 64, 136, "top"), (1, 3, 3, 65, 129, 256, None)]))
+def test_large_head_dimensions(stage, shape, device):
+    """Of the stages for d > 128: halves of d that are no whole panels; a block of a cluster without keys."""
+    *shape, mask = shape
+    q, k, v = random_qkv(*shape, device, BY_NAME[stage].dtypes[shape[-1] == 136])
+    do, dlse = random_gradients(q)
+    options = diagonal_of(mask, q, k), None, dlse
+    check_gradients(run((stage, False), q, k, v, do, *options), q, k, v, do, *options)
 
 
 @every_kernel
@@ -328,7 +340,19 @@ def test_as_naive(kernel, device):
         assert max_error(x, y.double()) < allowed * y.abs().max().item()
 
 
-@pytest.mark.parametrize("stage", [s for s in STAGES if s.shared != "0"], ids=lambda s: s.name)
+@pytest.mark.parametrize("name", SIDE_BRANCH)
+def test_header_knows_the_shared_memory_that_fits(name):
+    """The bytes that the kernel has, of stages that take one size of tiles."""
+    stage = BY_NAME[name]
+    q, k, v = random_qkv(1, 1, 1, 16, 16, 256, "cpu", stage.dtypes[0])
+    with flash.inspect() as report:
+        run((name, False), q, k, v, q)
+    stated = evaluate(stage.shared, d=256, **stage.default_tiles(256))
+    assert max(kernel.shared_bytes for kernel in report.kernels) == -(-stated // 16) * 16
+
+
+@pytest.mark.parametrize("stage", [s for s in STAGES if s.shared != "0" and s.name not in SIDE_BRANCH],
+                         ids=lambda s: s.name)
 def test_header_knows_the_shared_memory(stage, monkeypatch):
     """The bytes that the kernels ask for: past Python's check, CUDA names the number."""
     monkeypatch.setattr(plan, "shared_memory_per_block", lambda device: 10**9)

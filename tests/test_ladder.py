@@ -16,7 +16,7 @@ COMMON = sorted((flash.STAGES / "common").glob("*.cuh"))
 
 CHANGED = {"fwd": 90, "bwd": 110}           # lines at most
 NEW_MULTIPLIER = {"fwd": 190, "bwd": 220}   # where the idea is who multiplies: the inner loop is new
-MULTIPLIERS = ("wmma", "mma", "wgmma")
+MULTIPLIERS = ("wmma", "mma", "wgmma", "consumer_roles")
 KERNELS_OF_THEIR_OWN = {"fwd": 4, "bwd": 3}   # the first stages, which share little
 FILE, KERNEL = 300, 150                     # lines with comments; lines of code
 

@@ -7,6 +7,7 @@ import torch
 from conftest import DEVICES
 
 import flash
+from flash_ladder.grid import SIDE_BRANCH
 from flash_ladder.tiles import SKIPPED, WHOLE
 
 TAKING = [s for s in flash.stages() if s.takes_masks]
@@ -238,7 +239,19 @@ def test_other_stages(stage, kind, device):
         check(name[kind], stage.name, None, sizes, type_of(stage), device, gradients=False, **small)
     else:
         small = dict.fromkeys(SMALL_BWD, 64) if stage.needs == "sm_90a" else SMALL_BWD
+        small = default_tiles(stage) if stage.name in SIDE_BRANCH else small
         check(name[kind], None, stage.name, sizes, type_of(stage), device, **SMALL, **small)
+
+
+def default_tiles(stage) -> dict[str, int]:
+    return {f"{name}_bwd": size for name, size in stage.default_tiles(SIZES[-1]).items()}
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("name", ["window", "block_causal"])
+def test_a_cluster_walks_through_the_tiles_of_both_blocks(name, device):
+    """Of the last cluster of three, a block has no key; of the others one may see less than the other."""
+    check(name, None, "exchanged_ds", (1, 4, 2, 140, 300, 200), torch.bfloat16, device, **SMALL)
 
 
 @pytest.mark.parametrize("device", DEVICES)

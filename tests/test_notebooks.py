@@ -140,7 +140,7 @@ def test_times_need_a_gpu(monkeypatch):
 
 # Rungs that no lesson shows
 WITHOUT_A_LESSON = [("bwd", name) for name in ("tma", "wgmma", "warp_specialized", "tma_reduce", "overlap",
-                                               "seeded", "hopper_tuned")]
+                                               "seeded", "hopper_tuned", "consumer_roles", "exchanged_ds")]
 
 
 @pytest.mark.parametrize("stage", [stage for stage in flash.stages()

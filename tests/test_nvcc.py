@@ -9,7 +9,7 @@ import torch
 
 import flash
 from flash_ladder import loader
-from flash_ladder.grid import LARGE
+from flash_ladder.grid import LARGE, SIDE_BRANCH
 
 try:
     NVCC, WHY_NOT = flash.find_nvcc(), ""
@@ -21,7 +21,8 @@ except RuntimeError as error:
 SPILLS = {("bwd", "recompute", 64), ("fwd", "wide_warps", 64),
           ("bwd", "transposed", 128), ("bwd", "transposed", 256),
           ("bwd", "split_warps", 128), ("bwd", "ampere_tuned", 128), ("bwd", "ampere_tuned", 256),
-          ("bwd", "tma", 256), ("bwd", "wgmma", 256), ("bwd", "hopper_tuned", 256)}
+          ("bwd", "tma", 256), ("bwd", "wgmma", 256), ("bwd", "hopper_tuned", 256),
+          ("bwd", "exchanged_ds", 256)}
 ALSO_ON = {("bwd", "recompute", 64): ("sm_75", "sm_80", "sm_90a")}
 NOT_IF_DETERMINISTIC = {("bwd", "ampere_tuned", 128)}
 SHARED_MEMORY = {"sm_75": 64 * 1024, "sm_80": 163 * 1024, "sm_90a": 227 * 1024}     # of a block
@@ -78,6 +79,8 @@ def test_compiles_without_spills(stage, deterministic, architecture, tmp_path):
     cases = [(64, True), (128, False), (256, True)]
     if not stage.default and stage.needs != "sm_90a":
         cases = cases[stage.number % 2:][:2] if architecture == "sm_90a" else cases[:1]
+    if stage.name in SIDE_BRANCH:      # for d = 256
+        cases = [(256, True), (256, False)]
     able = types_on(architecture, stage)
     spilled: dict[tuple, bool] = {}
     is_end = bool(stage.default) or stage.name == "hopper_tuned"
