@@ -34,7 +34,7 @@
 //     tiles of Q, in the same order. If one has no key there, or none at all past N_k, it sends zeros.
 //   - No block may begin before the other's mbarriers are there, nor end while it may still send or arrive:
 //     cluster_sync() at both ends.
-//   - The launch says that two blocks are a cluster (common/launch.cuh).
+//   - The launch says that two blocks are a cluster (common/cluster.cuh).
 //
 // HBM traffic without caches (hbm, above): half the sums, but each tile of Q and dO is read twice for 128
 // keys.
@@ -142,7 +142,6 @@ __global__ void __launch_bounds__(threads, 1) backward_kernel(
   if (threadIdx.x == 0) mbarrier_init(peer_dS_full, 1);
   peer_K_smem.init(4);
   cluster_sync();
-  wait_for_previous_kernel();
 
   int n = 0;                                // tiles so far
   if (warpgroup == 3) {                     // the producer
@@ -287,7 +286,7 @@ cudaError_t launch(const BwdParams& p, cudaStream_t stream) {
                        sizeof(float) * 3 * Br + 17 * sizeof(uint64_t);
   allow_shared_memory(backward_kernel, bytes);
   const int blocks = 2 * p.B * p.H_kv * ceil_div(p.N_k, 2 * Bc);
-  cudaLaunchKernelEx(EarlyLaunch(blocks, threads, bytes, stream, 2), backward_kernel, p, w, Q_map, K_map,
+  cudaLaunchKernelEx(ClusterLaunch(2, blocks, threads, bytes, stream), backward_kernel, p, w, Q_map, K_map,
                      V_map, dO_map);
   convert_dQ_kernel<<<p.B * p.H * ceil_div(p.N_q, convert_rows), 256, 0, stream>>>(p, w.dQ_accum, 1);
   return cudaGetLastError();

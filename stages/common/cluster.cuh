@@ -1,6 +1,6 @@
 // Clusters: a few blocks that run at the same time on neighbouring multiprocessors, and reach each other's
 // shared memory. (PTX ISA, sections "barrier.cluster", "mapa", "mbarrier.arrive", "cp.async.bulk.tensor";
-// sm_90.) The launch says how many, by cudaLaunchKernelEx with cudaLaunchAttributeClusterDimension.
+// sm_90.) The launch says how many: ClusterLaunch.
 //
 // A block must not end while others may still reach into it: cluster_sync() before that.
 #pragma once
@@ -83,3 +83,24 @@ __device__ __forceinline__ void bulk_send(void* to, const void* from, int bytes,
 #else
 #include "sim/cluster.h"
 #endif
+
+// cudaLaunchKernelEx(ClusterLaunch(together, blocks, threads, bytes, stream), kernel, arguments) is
+// kernel<<<blocks, threads, bytes, stream>>>(arguments), and so many neighbouring blocks are a cluster.
+struct ClusterLaunch {
+  cudaLaunchAttribute attribute = {};
+  cudaLaunchConfig_t config = {};
+
+  ClusterLaunch(int together, int blocks, int threads, size_t bytes, cudaStream_t stream) {
+    attribute.id = cudaLaunchAttributeClusterDimension;
+    attribute.val.clusterDim.x = together;
+    attribute.val.clusterDim.y = attribute.val.clusterDim.z = 1;
+    config.gridDim = blocks;
+    config.blockDim = threads;
+    config.dynamicSmemBytes = bytes;
+    config.stream = stream;
+    config.attrs = &attribute;
+    config.numAttrs = 1;
+  }
+  ClusterLaunch(const ClusterLaunch&) = delete;      // config points to the attribute
+  operator const cudaLaunchConfig_t*() const { return &config; }
+};

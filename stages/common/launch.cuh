@@ -19,26 +19,23 @@ inline int multiprocessors() {
 // kernel<<<blocks, threads, bytes, stream>>>(arguments), but the kernel may start before the one in front of
 // it in the stream has ended (programmatic dependent launch, CUDA C++ Programming Guide): when all blocks of
 // that one have ended, or have called start_next_kernel(). So it must call wait_for_previous_kernel() before
-// it touches what another kernel uses (ptx.cuh). Before sm_90 it is a launch as any other. `cluster`: so many
-// neighbouring blocks are a cluster (cluster.cuh).
+// it touches what another kernel uses (ptx.cuh). Before sm_90 it is a launch as any other.
 // Introduced by: forward stage 18, split_kv.
 struct EarlyLaunch {
-  cudaLaunchAttribute attributes[2] = {};
+  cudaLaunchAttribute attribute = {};
   cudaLaunchConfig_t config = {};
 
-  EarlyLaunch(int blocks, int threads, size_t bytes, cudaStream_t stream, int cluster = 1) {
-    attributes[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
-    attributes[0].val.programmaticStreamSerializationAllowed = 1;
-    attributes[1].id = cudaLaunchAttributeClusterDimension;
-    attributes[1].val.clusterDim = {unsigned(cluster), 1, 1};
+  EarlyLaunch(int blocks, int threads, size_t bytes, cudaStream_t stream) {
+    attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    attribute.val.programmaticStreamSerializationAllowed = 1;
     config.gridDim = blocks;
     config.blockDim = threads;
     config.dynamicSmemBytes = bytes;
     config.stream = stream;
-    config.attrs = attributes;
+    config.attrs = &attribute;
     constexpr int compiled_for[] = {__CUDA_ARCH_LIST__};       // 900 for sm_90; of several, the oldest first
-    config.numAttrs = compiled_for[0] < 900 ? 0 : cluster > 1 ? 2 : 1;
+    config.numAttrs = compiled_for[0] >= 900;
   }
-  EarlyLaunch(const EarlyLaunch&) = delete;      // config points to the attributes
+  EarlyLaunch(const EarlyLaunch&) = delete;      // config points to the attribute
   operator const cudaLaunchConfig_t*() const { return &config; }
 };
