@@ -149,8 +149,10 @@ __global__ void __launch_bounds__(threads, 1) backward_kernel(
       });
       uint32_t P_frag[Br / 16][4], dS_frag[Br / 16][4];
       to_A(P_frag, S_reg);
+      // --- dV under dS
       wgmma_PV(dV_reg, P_frag, dO_columns + buffer);                     // line 12: + P_ij^T dO_i
       wgmma_wait<1>();                    // dP^T is there, dV goes on
+      // ---
 
       for_both(P_frag, dP_reg, [&](float P, float& dP, int r, int c) {   // line 14: dS_ij
         dP = P * (dP - D_i[c]);
@@ -160,6 +162,7 @@ __global__ void __launch_bounds__(threads, 1) backward_kernel(
       to_A(dS_frag, dP_reg);
       if (part == 0) store_fragments(dST_smem + n % 2 * Bc * Br, dS_frag, Bc, first_key);
       fence_proxy_async();
+      // --- dK under dQ, and who is done with what
       wgmma_PV(dK_reg, dS_frag, Q_columns + buffer);                     // line 16: + dS_ij^T Q_i
       wgmma_wait<1>();                    // dV is there, dK goes on
       named_barrier_sync(1, 32 * warps);  // all of dS is there, and nobody reads L_i and D_i any more
@@ -170,6 +173,7 @@ __global__ void __launch_bounds__(threads, 1) backward_kernel(
       wgmma_wait<1>();                    // dK is there, dQ goes on
       Q_smem.release(n);
       wgmma_wait<0>();
+      // ---
       float* dQ = w.dQ_accum + (((int64_t)b * p.H + h) * Tr + i) * Br * d;
       bulk_add_fragments<staged / 8>(dQ, dQ_smem + 16 * warp * staged, dQ_reg, warp_row, first_dim,
                                      dQ_part * dQ_columns);

@@ -119,6 +119,7 @@ __global__ void __launch_bounds__(threads, 1) backward_kernel(
 
   float dK_reg[columns / 8][4] = {}, dV_reg[columns / 8][4] = {};        // line 7
   const float scale2 = p.scale * LOG2_E;
+  // --- c, and how a row of statistics becomes an accumulator
   // P = 2^(c (S - L / c)). Not 0, and not so small that L / c would be infinite: then S counts for nothing
   const float c = Mask::scores ? 1.f : copysignf(fmaxf(fabsf(scale2), 1e-18f), scale2);
   auto seed = [&](float (&acc)[Br / 8][4], float factor, const float* row) {
@@ -128,6 +129,7 @@ __global__ void __launch_bounds__(threads, 1) backward_kernel(
       y = pinned(factor * two.y);
     });
   };
+  // ---
 
   K_smem.wait_until_full(0);
   V_smem.wait_until_full(0);
@@ -144,8 +146,10 @@ __global__ void __launch_bounds__(threads, 1) backward_kernel(
       float S_reg[Br / 8][4], dP_reg[Br / 8][4];
       Q_smem.wait_until_full(n);
       dO_smem.wait_until_full(n);
+      // --- what S and dP start from
       if (!Mask::scores) seed(S_reg, -1.f / c, L_i);
       seed(dP_reg, -1.f, D_i);
+      // ---
       wgmma_QK<width / 16>(S_reg, K_tile, Bc, Q_tile + buffer, !Mask::scores);
       wgmma_QK<width / 16>(dP_reg, V_tile, Bc, dO_tile + buffer, true);
       wgmma_wait<1>();                    // dP^T goes on
@@ -159,7 +163,9 @@ __global__ void __launch_bounds__(threads, 1) backward_kernel(
         });
       }
       for_each(S_reg, [&](float& x, int r, int col) {                      // line 11: P_ij; without a branch
+        // --- P of it
         const float P = fast_exp2(c * x);
+        // ---
         x = mask.sees(i * Br + col, j * Bc + first_key + r) ? P : 0.f;
       });
       uint32_t P_frag[Br / 16][4], dS_frag[Br / 16][4];

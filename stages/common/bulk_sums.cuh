@@ -15,6 +15,7 @@ __device__ __forceinline__ void bulk_add_fragments(float* dQ, float* staging, co
   const int lane = threadIdx.x % 32;
   #pragma unroll
   for (int first = 0; first < n_tiles; first += staged) {
+    // --- through staging, to HBM
     if (lane == 0) bulk_wait_read<0>();     // the last ones have left
     __syncwarp();
     #pragma unroll
@@ -28,5 +29,6 @@ __device__ __forceinline__ void bulk_add_fragments(float* dQ, float* staging, co
       bulk_add(dQ + row * HEAD_DIM + 16 * from, staging + 16 * (from - col - 8 * first), 64 * (to - from));
       bulk_commit();
     }
+    // ---
   }
 }

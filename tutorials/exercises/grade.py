@@ -44,7 +44,8 @@ class Verdict:
         reason: "" if it passed; else "not started", "changed", "does not compile", "race", "out of bounds",
             "misaligned", "uninitialised", "barrier", "copy", "deadlock", "error", "wrong result",
             "too much traffic", "bank conflicts", "too many barriers", "no overlap", "not deterministic",
-            "time limit" or "unreadable".
+            "time limit", "unreadable",
+            "accumulator", "proxy fence" or "too early".
         message: in words.
         cases: the calls that were right.
         score: by resource, [the learner's, the reference's].

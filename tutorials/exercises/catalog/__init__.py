@@ -6,6 +6,8 @@ from . import (
     copy_engine,
     decoding,
     forward,
+    hopper_backward,
+    hopper_backward_hunts,
     hunts,
     masks,
     tensor_cores,
@@ -16,5 +18,6 @@ from . import (
 EXERCISES: list[Exercise] = sorted(
     [*forward.EXERCISES, *backward.EXERCISES, *tensor_cores.EXERCISES, *hunts.EXERCISES,
      *masks.EXERCISES, *decoding.EXERCISES, *copy_engine.EXERCISES,
-     *warpgroups.EXERCISES, *warpgroup_hunts.EXERCISES],
+     *warpgroups.EXERCISES, *warpgroup_hunts.EXERCISES,
+     *hopper_backward.EXERCISES, *hopper_backward_hunts.EXERCISES],
     key=lambda e: e.number)
