@@ -86,8 +86,8 @@ sometimes wrong, in the first call."
         answer=paragraphs("""
 wait_for_previous_kernel() was missing in the producer. Its copies of L and D read what prepare_kernel writes,
 and it asked for them as soon as its block had started. That the consumers wait is of no use: the copy may
-have read HBM long before. In a loop on the same tensors the workspace has the numbers of the call before, which
-are the same ones, so nothing is wrong.
+have read HBM long before. In a loop on the same tensors the workspace has the numbers of the call before,
+which are the same ones, so nothing is wrong.
 
 The thread that asks must have waited. K and V may be asked for before that, as they are the caller's, and
 that is what an early launch is for. The wait belongs between them and the first row of L."""),
