@@ -72,6 +72,12 @@ MORE_SHAPES = [
     (1, 1, 1, 128, 49, 40, -79, (128, 32), "a large key"),   # one more than half of the last tile
     (1, 4, 1, 128, 48, 136, -80, (128, 32), ""),     # just half of it
 ]
+# For Hopper's backward stages: two warpgroups with keys of their own, one tile of Q after the other
+MORE_BACKWARD = [
+    (1, 2, 1, 130, 140, 72, -20, (64, 128), ""),     # which share the columns of dQ; heads, too, share keys
+    (1, 1, 1, 260, 80, 40, 0, (128, 128), ""),       # and here its rows
+    (1, 2, 1, 60, 70, 40, 0, (64, 64), ""),          # one whose keys no row sees
+]
 # "a large key": the last one's scores are so large, or so low, that e^score is infinite, or 0: a row's own
 # maximum must prevent it. "large": all are, and each key is the maximum of some row. "low": all are so low
 # that a key past the end, of score 0, is far above them.
@@ -83,7 +89,8 @@ SCORES = {"": lambda q, k: None,
 
 def shapes_of(stage: flash.Stage) -> list[tuple]:
     """SHAPES, and what a stage has beside them."""
-    return SHAPES + MORE_SHAPES * (stage.direction == "fwd" and stage.needs.startswith("sm_90"))
+    more = MORE_SHAPES if stage.direction == "fwd" else MORE_BACKWARD
+    return SHAPES + more * stage.needs.startswith("sm_90")
 
 
 def tiles_of(stage: flash.Stage, d: int) -> dict[str, dict[str, int]]:
@@ -308,8 +315,8 @@ def table(data: dict) -> str:
         numbers = len(rows), equal, len(rows) - equal - left - alone, alone, left
         lines.append(f"| {kind} | {' | '.join(map(str, numbers))} |")
     tried = f"Of {len(data['stages'])} of {len(flash.stages())} stages"
-    how = (f"in {len(SHAPES)} calls each (Hopper's {len(SHAPES + MORE_SHAPES)}): ragged, with grouped heads, "
-           "with masks")
+    more = f"Hopper's {len(SHAPES + MORE_SHAPES)}, and {len(SHAPES + MORE_BACKWARD)} backward"
+    how = f"in {len(SHAPES)} calls each ({more}): ragged, with grouped heads, with masks"
     return "\n".join([*lines, "", f"{tried}, {how}. By `python results/mutants.py`, {data['date']}."])
 
 

@@ -201,10 +201,11 @@ class Source:
             gone.append(self._new(start, f"{what} for one group less"))
             name = what.split("<")[0]
             instead = f" else if (MUTANT({gone[-1]})) {name}<{sync['left']} + 1>();"
+        free = what == "fill" and "." not in sync[1]          # fill(ring, map, step, ...)
         for place, changed, by in OTHERS.get(what, ()):
             gone.append(self._new(start, f"{what} {by}"))
             given = arguments(sync["arguments"])
-            given[place] = changed.format(given[place])
+            given[place + free] = changed.format(given[place + free])
             instead += f" else if (MUTANT({gone[-1]})) {sync[1]}({', '.join(given)});"
         none = " && ".join(f"!MUTANT({n})" for n in gone)
         self.edits.append((start, end, f"{{ if ({none}) {call}{instead}{' return;' * returns} }}"))

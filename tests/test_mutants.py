@@ -467,16 +467,17 @@ def test_missing_barrier_is_caught(stage, number, tmp_path):
 DATA = json.loads((flash.ROOT / "results" / "cpu" / "mutants.json").read_text())
 ROWS = {mutants.name_of(row): row for row in DATA["mutants"]}
 EQUIVALENT, MISSED = mutants.reasons(mutants.EQUIVALENT), mutants.reasons(mutants.MISSED)
+NOT_YET = ["bwd_18_warp_specialized", "bwd_19_tma_reduce", "bwd_20_overlap", "bwd_21_seeded",
+           "bwd_22_hopper_tuned"]                           # whose mutants have not been run
 SAMPLE = {"fwd_13_cp_async": 8, "bwd_11_cp_async": 16}      # every so many of a stage's own
 
 
 def test_the_mutants_are_those_of_the_stages():
     """results/cpu/mutants.json has a row for each mutant, and no other; else, and if a stage has changed in
     another way: python results/mutants.py results/cpu --stages NAME."""
-    run = [s for s in STAGES if s.direction == "fwd" or not s.needs.startswith("sm_90")]
+    run = [s for s in STAGES if s.path.stem not in NOT_YET]
     assert set(ROWS) == {mutant.name for stage in run for mutant in mutants.mutants(stage).values()}
-    assert set(DATA["stages"]) == {stage.path.stem for stage in run}, (
-        "some of Hopper's backward have been run")
+    assert set(DATA["stages"]) == {stage.path.stem for stage in run}, "some of NOT_YET have been run"
     changed = DATA | {"stages": DATA["stages"] | {"fwd_01_naive": "another hash"}}
     assert set(mutants.stale(changed)) == {"fwd_01_naive", *mutants.stale(DATA)}
     if names := mutants.stale(DATA):
@@ -563,7 +564,8 @@ def test_mutants_of_hoppers_instructions(tmp_path):
         (13, "wait_until_full a statement earlier"), (13, "wait_until_full of the step after"),
         (13, "wait_until_full of the step before"), (14, "end removed"), (14, "end a statement earlier"),
         (15, "fill removed"), (15, "fill a statement earlier"), (15, "fill of the step after"),
-        (15, "fill of the step before")]
+        (15, "fill of the step before"), (16, "fill removed"), (16, "fill a statement earlier"),
+        (16, "fill of the step after"), (16, "fill of the step before")]
     for mutant in source.mutants:
         assert len([kind for kind in mutants.KINDS.values() if re.fullmatch(kind, mutant.change)]) == 1
     lines = source.mutated().splitlines()
@@ -573,6 +575,7 @@ def test_mutants_of_hoppers_instructions(tmp_path):
     assert "named_barrier_sync(1 + 1, 128);" in lines[8] and "named_barrier_sync(1, 128 - 32);" in lines[8]
     fill = "ring.fill(map, %s, tiles[t] * 8)"
     assert lines[14].endswith(f"{fill % 't + 1 + 1'}; else if (MUTANT(40)) {fill % 't + 1 - 1'}; return; }}")
+    assert "fill(ring, map, t + 1, tiles[t] * 8);" in lines[15]
     assert not mutation.Source(flash.STAGES / "common" / "hopper.cuh", 1).mutants
 
 
@@ -592,6 +595,7 @@ __global__ void kernel(uint64_t* full, float (&D)[2][4], uint64_t A, int t) {
   ring.wait_until_full(t);
   turns.end();
   return ring.fill(map, t + 1, tiles[t] * 8);
+  fill(ring, map, t, tiles[t] * 8);
 }
 """
 
