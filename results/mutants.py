@@ -90,6 +90,8 @@ SCORES = {"": lambda q, k: None,
 def shapes_of(stage: flash.Stage) -> list[tuple]:
     """SHAPES, and what a stage has beside them."""
     more = MORE_SHAPES if stage.direction == "fwd" else MORE_BACKWARD
+    if "Bc in (64,)" in stage.limits:            # of one size
+        more = [shape for shape in more if shape[-2] == (64, 64)]
     return SHAPES + more * stage.needs.startswith("sm_90")
 
 

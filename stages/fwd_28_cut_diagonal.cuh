@@ -27,8 +27,8 @@
 // that half: the first registers of S. P V is of the whole tile, with zeros. (With half of it, too, ptxas
 // serialises all products at d=128. So it does with half of 80 keys.)
 //
-// Changed from early_wait: a step is step_of(), of a tile or half of one; without a mask nothing. The producer
-// has 40 registers, where it had 24, and spilled some with a mask.
+// Changed from early_wait: a step is step_of(), of a tile or half of one; without a mask nothing. The
+// producer has 40 registers, where it had 24, and spilled some with a mask.
 #pragma once
 #include "common/both_rows.cuh"
 #include "common/epilogue.cuh"

@@ -3,7 +3,6 @@
 #pragma once
 #include "hopper.cuh"
 #include "tma.cuh"
-#include "wgmma.cuh"
 
 // A place that some warps fill and others empty, by turns. Its mbarriers are as those of a ring that has one
 // buffer (ring.cuh), but threads fill it: an arrival a warp at `full`, too.
@@ -60,16 +59,4 @@ __device__ __forceinline__ void load_transposed(uint32_t (&A)[k_steps][4], const
   #pragma unroll
   for (int k = 0; k < k_steps; k++)
     ldmatrix_x4_trans(A[k], shared_address(tile + panel_index(16 * k + row, lane_col, 16 * k_steps)));
-}
-
-// wgmma_dQ() with dS in registers, as operands A; with `accumulate` dQ += dS K. (From zeros and always adding
-// it would be the same, but the next product's zeros would take registers while this one is under way.)
-template <int n_tiles, int k_steps>
-__device__ __forceinline__ void wgmma_dQ_registers(float (&dQ)[n_tiles][4], const uint32_t (&dS)[k_steps][4],
-                                                   uint32_t K, bool accumulate = false) {
-  wgmma_fence();
-  #pragma unroll
-  for (int k = 0; k < k_steps; k++)
-    wgmma<true>(dQ, dS[k], MN_major(K, k), accumulate || k > 0);
-  wgmma_commit();
 }

@@ -61,3 +61,15 @@ __device__ __forceinline__ void wgmma_dQ(float (&dQ)[n_tiles][4], uint32_t dST, 
     wgmma<true, true>(dQ, MN_major(dST, k), MN_major(K, k), k > 0);
   wgmma_commit();
 }
+
+// The same with dS in registers, as operands A; with `accumulate` dQ += dS K. (From zeros and always adding
+// it would be the same, but the next product's zeros would take registers while this one is under way.)
+template <int n_tiles, int k_steps>
+__device__ __forceinline__ void wgmma_dQ_registers(float (&dQ)[n_tiles][4], const uint32_t (&dS)[k_steps][4],
+                                                   uint32_t K, bool accumulate = false) {
+  wgmma_fence();
+  #pragma unroll
+  for (int k = 0; k < k_steps; k++)
+    wgmma<true>(dQ, dS[k], MN_major(K, k), accumulate || k > 0);
+  wgmma_commit();
+}
