@@ -24,7 +24,8 @@ SYNC = re.compile(
     r"(?<![\w.])(?:return\s+)?((?:__syncthreads|__syncwarp|__threadfence|named_barrier_(?:sync|arrive)|"
     r"(?:cp_async|bulk|wgmma)_commit|"
     r"(?:cp_async_wait|bulk_wait|bulk_wait_read|wgmma_wait)\s*<(?P<left>[^<>;]*)>|"
-    r"mbarrier_(?:init|wait|arrive|arrive_expect|arrive_in_block)|cluster_(?:sync|arrive|wait)|"
+    r"mbarrier_(?:init|wait|wait_for_blocks|arrive|arrive_expect|arrive_in_block)|"
+    r"cluster_(?:sync|arrive|wait)|"
     r"fence_mbarrier_init|fence_proxy_async|wgmma_fence|wait_for_previous_kernel)|"
     r"(?:\w+\.)?(?:wait_until_(?:full|empty)|fill|release|pass|wait|end|end_all|skip))" # ring.cuh, turns.cuh
     r"\s*\((?P<arguments>(?:[^()]|\((?:[^()]|\([^()]*\))*\))*)\)\s*;")    # brackets within brackets, twice
@@ -33,7 +34,8 @@ STEPS = ("{} + 1", "of the step after"), ("{} - 1", "of the step before")
 OTHERS = {
     "mbarrier_init": [(1, "{} + 1", "of an arrival more"), (1, "{} - 1", "of an arrival less")],
     "mbarrier_arrive_expect": [(1, "{} + 16", "of 16 bytes more"), (1, "{} - 16", "of 16 bytes less")],
-    "mbarrier_wait": [(1, "({}) ^ 1", "of the other parity")],
+    **{name: [(1, "({}) ^ 1", "of the other parity")]
+       for name in ("mbarrier_wait", "mbarrier_wait_for_blocks")},
     **{name: [(0, "{} + 1", "of the number after"), (1, "{} + 32", "of a warp more"),
               (1, "{} - 32", "of a warp less")] for name in ("named_barrier_sync", "named_barrier_arrive")},
     **{name: [(0, *step) for step in STEPS]
