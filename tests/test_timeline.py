@@ -22,7 +22,8 @@ ALL = [*STAGES.values(), *BACKWARD.values()]
 needs_nvcc = pytest.mark.skipif(NVCC is None, reason=WHY_NOT)
 # Bytes that are spilled for marks: by the producer, which has 24 registers; and where d is not 128
 SPILLED = {"seamless": 8, "early_wait": 8}
-SPILLED_BACKWARD = {("seeded", 64): 16, ("overlap", 256): 44, ("hopper_tuned", 256): 16}
+SPILLED_BACKWARD = {("seeded", 64): 16, ("overlap", 256): 44, ("hopper_tuned", 256): 16,
+                    ("exchanged_ds", 256): 4}
 
 
 @pytest.fixture(autouse=True)
@@ -522,6 +523,24 @@ def test_each_backward_stage_in_a_small_shape(name):
     by_warps = name in ("tma", "wgmma", "warp_specialized")
     assert kinds["sums"] == by_warps * tiles * Br * 64 * 4 / steps.COPIED_BYTES
     assert (kinds["bulk_add"] > 0) != by_warps
+
+
+@pytest.mark.parametrize("name, share", [("consumer_roles", 1), ("exchanged_ds", 0.5)])
+def test_warpgroups_with_work_of_their_own(name, share):
+    """dS of a tile waits for P, and dQ for dS; a block of a cluster adds half of the columns of dQ."""
+    (args,) = arguments.parse_arguments(["--timeline", "--pass", "bwd", "--stages", name, "--seqlens", "256",
+                                         "--heads", "1:1", "--head-dim", "128"])
+    spans = timeline.spans_of(timeline.simulated(BACKWARD[name], 256, args))
+    when = {kind: [(span.start, span.end) for span in spans if span.lane == lane and span.row == "work"
+                   and span.kind == kind]
+            for lane, kind in (("warps 0 to 3", "P"), ("warps 4 to 7", "dS"), ("warps 8 to 11", "sums"))}
+    assert len(when["P"]) == len(when["dS"]) == 4
+    products = [span.start for span in spans if (span.lane, span.row) == ("warps 8 to 11", "products")]
+    a_tile = len(products) // 4
+    for tile, (P, dS) in enumerate(zip(when["P"], when["dS"], strict=True)):
+        assert P[1] <= dS[0] and dS[1] <= products[tile * a_tile]
+    added = sum(end - start for start, end in when["sums"])
+    assert added == share * 256 * 128 * 4 / steps.COPIED_BYTES
 
 
 def test_a_stage_that_fails(tmp_path, capsys, monkeypatch):

@@ -32,7 +32,7 @@ WHAT = {"product": "products", "copy": "copies", "softmax": "softmax", "maximum"
         "exponential": "softmax", "store": "stores of O", "wait": "waits for a tile",
         "empty": "waits for a buffer", "finish": "waits for products", "turn": "waits for its turn",
         "barrier": "waits for the block", "P and dS": "P and dS", "P": "P", "dS": "dS",
-        "shared": "dS to shared memory", "sums": "dQ added to HBM by the warp",
+        "shared": "to shared memory", "sums": "dQ added to HBM by the warp",
         "bulk_add": "dQ added to HBM by the copy engine", "gradients": "stores of dK and dV",
         "elements": "other work", "meeting": "waits for other warpgroups",
         "bulk_wait": "waits for the copy engine"}

@@ -39,10 +39,11 @@ CALLS = {"wait": r"[\w.]*\b(?:wait_until_full|pass|mbarrier_wait)\b",
          "store": r"\bstore_(?:rows|panels)\b"}
 BACKWARD = {"empty": CALLS["empty"] + r"|\bfill\(\w+", "copy": CALLS["copy"] + r"|\bfill\(\w+",
             "product": r"(?<=\()\w+(?=_reg(?:_\d)?\b)", "meeting": r"\bnamed_barrier_sync\b"}
-ELEMENTS = r"\b(?:for_\w+|round_to_A|store_fragments)\(\w+(?:, \w+)?"
+ELEMENTS = r"\b(?:for_\w+|round_to_A|store_fragments|hand_over|add_fragments)\(\w+(?:, \w+)?"
 # What a backward stage does with the elements of accumulators, by what its text has
 WORK = (("P and dS", r"exp2\((?s:.*)\bdP = "), ("P", r"exp2\("), ("dS", r"\bdP = "),
-        ("sums", r"\batomicAdd\b"), ("gradients", r"\bstride_n\b"), ("shared", r"_smem\b"), ("elements", ""))
+        ("sums", r"\batomicAdd\b|\badd_fragments\b"), ("gradients", r"\bstride_n\b"),
+        ("shared", r"_smem\b"), ("elements", ""))
 # Kinds that go by the name of the lambda they stand in
 OWN_NAME = ("copy", "product", "maximum", "exponential", "softmax", "gradients", "elements")
 

@@ -1,12 +1,16 @@
 // Marks of a backward stage (timeline.cuh): what it does with elements of accumulators, products by mma.sync
 // and dQ = dS K, meetings of warpgroups, and copies that add to HBM.
 #pragma once
+#include "cluster.cuh"
+#include "gradients.cuh"
 #include "pairs.cuh"
 #include "product.cuh"
 #include "ring_rows.cuh"
 #include "strips.cuh"
 #include "warpgroup_products.cuh"
 #include "timeline.cuh"
+// After it, as waits and arrivals in there leave marks, too
+#include "hand_over.cuh"
 
 namespace timeline {
 
@@ -69,6 +73,22 @@ __device__ __forceinline__ void store_fragments(ELEMENT* tile, const Fragments& 
   mark(ELEMENTS, END, line, sizeof(A));
 }
 
+// By instructions that add four numbers, or one
+template <class Accumulator>
+__device__ __forceinline__ void add_fragments(float* dQ, const Accumulator& acc, int row, int col, int step,
+                                              int line = __builtin_LINE()) {
+  mark(ELEMENTS, BEGIN, line, sizeof(acc) / 2);
+  ::add_fragments(dQ, acc, row, col, step);
+  mark(ELEMENTS, END, line, sizeof(acc) / 2);
+}
+
+template <class Fragments>
+__device__ __forceinline__ void hand_over(uint4* to, const Fragments& A, int line = __builtin_LINE()) {
+  mark(ELEMENTS, BEGIN, line, sizeof(A));
+  ::hand_over(to, A);
+  mark(ELEMENTS, END, line, sizeof(A));
+}
+
 // -------------------------------------------------------------------------------- products
 // By mma.sync: the warp goes on when they are done. The amount is that of four warps.
 template <int unrolled = 4, int strips, int n_tiles, class A_type>
@@ -87,7 +107,24 @@ __device__ __forceinline__ void wgmma_dQ(float (&dQ)[n_tiles][4], uint32_t dST, 
   set_in_flight(true);
 }
 
+template <int n_tiles, int k_steps>
+__device__ __forceinline__ void wgmma_dQ_registers(float (&dQ)[n_tiles][4], const uint32_t (&dS)[k_steps][4],
+                                                   uint32_t K, bool accumulate = false,
+                                                   int line = __builtin_LINE()) {
+  mark(PRODUCT, POINT, line, k_steps * n_tiles / 2);
+  ::wgmma_dQ_registers(dQ, dS, K, accumulate);
+  set_in_flight(true);
+}
+
 // -------------------------------------------------------------------------------- warpgroups, copies
+// The other block does what this one does at the same time: so its arrivals are not marked.
+__device__ __forceinline__ void mbarrier_wait_for_blocks(uint64_t* barrier, int parity,
+                                                         int line = __builtin_LINE()) {
+  mark(MBARRIER, BEGIN, line, place(barrier) | parity << 15);
+  ::mbarrier_wait_for_blocks(barrier, parity);
+  mark(MBARRIER, END, line);
+}
+
 __device__ __forceinline__ void named_barrier_sync(int id, int threads, int line = __builtin_LINE()) {
   mark(MEETING, BEGIN, line, id);
   ::named_barrier_sync(id, threads);
@@ -122,6 +159,10 @@ template <int groups_left> __device__ __forceinline__ void bulk_wait() {
 #define store_fragments timeline::store_fragments
 #define multiply timeline::multiply
 #define wgmma_dQ timeline::wgmma_dQ
+#define wgmma_dQ_registers timeline::wgmma_dQ_registers
+#define mbarrier_wait_for_blocks timeline::mbarrier_wait_for_blocks
+#define add_fragments timeline::add_fragments
+#define hand_over timeline::hand_over
 #define named_barrier_sync timeline::named_barrier_sync
 #define bulk_add timeline::bulk_add
 #define bulk_wait_read timeline::bulk_wait_read
