@@ -61,12 +61,14 @@
 //   stages/bwd_20_overlap.cuh            exponentials and dS under products, dK under dQ: nobody waits for a
 //                                        product before it must
 //   stages/bwd_21_seeded.cuh             accumulators start from -L and -D, and so the products subtract them
-//   stages/bwd_22_hopper_tuned.cuh       what is left: dQ by one warpgroup, a block for each query head,
-//                                        order of blocks, early launches
+//   stages/bwd_22_dq_by_turns.cuh        one warpgroup makes all of dQ_i; the other ones go on, and make the
+//                                        next
 //   stages/bwd_23_consumer_roles.cuh     (after seeded) a warpgroup for each of dV, dK and dQ; P and dS pass
 //                                        from one to the next through shared memory
 //   stages/bwd_24_exchanged_ds.cuh       two blocks exchange dS: each adds half of the columns of dQ, over
 //                                        the keys of both; clusters
+//   stages/bwd_26_hopper_tuned.cuh       (after dq_by_turns) what is left: a block for each query head, order
+//                                        of blocks, early launches, TMA stores
 // The lines at a stage's start, and the two functions that it defines, are those of a forward stage.
 #include <cuda_runtime.h>
 #include <math.h>

@@ -254,7 +254,7 @@ def checked(q, k, v, flag, causal, mask, scale, stage, backward, deterministic, 
                              f"{name.removeprefix('mask: ')}.clone()")
     chosen = None
     if needs_gradients or backward is not None or backward_tiles:
-        backward, sizes = choose(backward, q, "bwd", deterministic, visible, extras, None,
+        backward, sizes = choose(backward, q, "bwd", deterministic, visible, extras, Keys(k),
                                  **backward_tiles)
         check_mask(backward, visible)
         # as torch.use_deterministic_algorithms() says now: it may not in the backward pass

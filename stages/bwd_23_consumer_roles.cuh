@@ -49,10 +49,9 @@
 #include "common/mask.cuh"
 #include "common/mma.cuh"
 #include "common/pairs.cuh"
-#include "common/prepare.cuh"
 #include "common/ring_rows.cuh"
+#include "common/seed.cuh"
 #include "common/tile16.cuh"
-#include "common/warpgroup_products.cuh"
 
 constexpr int d = HEAD_DIM;
 constexpr int Br = BLOCK_R, Bc = BLOCK_C;
@@ -61,15 +60,6 @@ constexpr int columns = (panels + 1) / 2 * panel;  // of dV and dK in an accumul
 constexpr int second = pitch - columns;            // one those from here on: maybe some of the first's, too
 constexpr int threads = 512;                       // three warpgroups of consumers; and the producer's
 constexpr int producer_registers = 24, dQ_registers = 104, consumer_registers = 192;
-
-// What an accumulator starts from: of each column its number in `row`, times factor
-__device__ __forceinline__ void seed(float (&acc)[Br / 8][4], float factor, const float* row) {
-  for_each_two(one_strip(acc), [&](float& x, float& y, int, int col) {
-    const float2 two = *reinterpret_cast<const float2*>(row + col);
-    x = pinned(factor * two.x);
-    y = pinned(factor * two.y);
-  });
-}
 
 // The third warpgroup's part, line 15: dQ_i += dS_ij K_j, 64 columns at a time
 __device__ __forceinline__ void add_dQ(const BwdParams& p, const Workspace& w, int j, int b, int h_kv,
@@ -111,7 +101,7 @@ __global__ void __launch_bounds__(threads, 1) backward_kernel(
   extern __shared__ __align__(1024) ELEMENT smem[];
   ELEMENT* dST_smem = smem + (2 * Bc + 4 * Br) * pitch;        // Bc x Br, a panel
   uint4* P_smem = reinterpret_cast<uint4*>(dST_smem + Bc * Br);          // as registers lie; and then slopes
-  float* L_smem = reinterpret_cast<float*>(P_smem + Bc * Br / 4);        // Br, to the base 2, twice
+  float* L_smem = reinterpret_cast<float*>(P_smem + Bc * Br / 4);        // Br, -L / c, twice
   float* D_smem = L_smem + 2 * Br;          // Br, twice
   uint64_t* barriers = reinterpret_cast<uint64_t*>(D_smem + 2 * Br);
   const Ring<1, Bc> K_smem(smem, barriers), V_smem(K_smem.tiles + Bc * pitch, barriers + 2);
@@ -171,11 +161,9 @@ __global__ void __launch_bounds__(threads, 1) backward_kernel(
       uint32_t P_frag[Br / 16][4], dS_frag[Br / 16][4], slope_frag[Br / 16][4];
 
       if (warpgroup == 0) {               // dV
-        const float scale2 = p.scale * LOG2_E;
-        // P = 2^(c (S - L / c)); c is never 0, as in seeded
-        const float c = Mask::scores ? 1.f : copysignf(fmaxf(fabsf(scale2), 1e-18f), scale2);
+        const float scale2 = p.scale * LOG2_E, c = factor_of_S(p.scale);
         Q_smem.wait_until_full(n);
-        if (!Mask::scores) seed(S_reg, -1.f / c, L_i);
+        if (!Mask::scores) seed(S_reg, L_i);
         wgmma_QK<width / 16>(S_reg, K_tile, Bc, Q_tile + buffer, !Mask::scores);         // line 10
         wgmma_wait<0>();
         if (Mask::scores) {
@@ -203,7 +191,7 @@ __global__ void __launch_bounds__(threads, 1) backward_kernel(
         dO_smem.release(n);
       } else {                            // dK
         dO_smem.wait_until_full(n);
-        seed(dP_reg, -1.f, D_i);
+        seed(dP_reg, D_i);
         wgmma_QK<width / 16>(dP_reg, V_tile, Bc, dO_tile + buffer, true);                // line 13
         wgmma_wait<0>();
         dO_smem.release(n);
@@ -256,6 +244,7 @@ cudaError_t launch(const BwdParams& p, cudaStream_t stream) {
   w.dQ_accum = static_cast<float*>(p.workspace);
   w.L = w.dQ_accum + rows_of_Q(p) * d;
   w.D = w.L + rows_of_Q(p);
+  prepare_seeds(w, p.scale);
   prepare_kernel<<<ceil_div(rows_of_Q(p), block_rows), 256, 0, stream>>>(p, w, 1);
   const size_t bytes = sizeof(ELEMENT) * (2 * (Bc + 2 * Br) * pitch + 3 * Bc * Br) +
                        sizeof(float) * 4 * Br + 16 * sizeof(uint64_t);

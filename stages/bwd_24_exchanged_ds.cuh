@@ -39,7 +39,7 @@
 // HBM traffic without caches (hbm, above): half the sums, but each tile of Q and dO is read twice for 128
 // keys.
 //
-// Changed from consumer_roles: this. At d=256 4 bytes a thread are spilled with a full mask, none if causal,
+// Changed from consumer_roles: this. At d=256 4 bytes a thread are spilled if causal, none with a full mask,
 // 24 with a window, up to 184 with masks that read tensors or change scores; at d=192 up to 24.
 #pragma once
 #include "common/cluster.cuh"
@@ -50,10 +50,9 @@
 #include "common/mask.cuh"
 #include "common/mma.cuh"
 #include "common/pairs.cuh"
-#include "common/prepare.cuh"
 #include "common/ring_rows.cuh"
+#include "common/seed.cuh"
 #include "common/tile16.cuh"
-#include "common/warpgroup_products.cuh"
 
 constexpr int d = HEAD_DIM;
 constexpr int Br = BLOCK_R, Bc = BLOCK_C / 2;      // Bc: of a block, as a cluster of two has BLOCK_C
@@ -62,15 +61,6 @@ constexpr int columns = (panels + 1) / 2 * panel;  // of dV and dK in an accumul
 constexpr int second = pitch - columns;            // one those from here on: maybe some of the first's, too
 constexpr int threads = 512;                       // three warpgroups of consumers; and the producer's
 constexpr int producer_registers = 24, dQ_registers = 104, consumer_registers = 192;
-
-// What an accumulator starts from: of each column its number in `row`, times factor
-__device__ __forceinline__ void seed(float (&acc)[Br / 8][4], float factor, const float* row) {
-  for_each_two(one_strip(acc), [&](float& x, float& y, int, int col) {
-    const float2 two = *reinterpret_cast<const float2*>(row + col);
-    x = pinned(factor * two.x);
-    y = pinned(factor * two.y);
-  });
-}
 
 // The third warpgroup's part, line 15: dQ_i += dS_ij K_j, 64 columns at a time
 __device__ __forceinline__ void add_dQ(const BwdParams& p, const Workspace& w, int j, int b, int h_kv,
@@ -124,7 +114,7 @@ __global__ void __launch_bounds__(threads, 1) backward_kernel(
   ELEMENT* dST_smem = smem + (3 * Bc + 3 * Br) * pitch;        // Bc x Br, a panel
   ELEMENT* peer_dST_smem = dST_smem + Bc * Br;
   uint4* P_smem = reinterpret_cast<uint4*>(peer_dST_smem + Bc * Br);     // as registers lie; and then slopes
-  float* L_smem = reinterpret_cast<float*>(P_smem + Bc * Br / 4);        // Br, to the base 2, twice
+  float* L_smem = reinterpret_cast<float*>(P_smem + Bc * Br / 4);        // Br, -L / c, twice
   float* D_smem = L_smem + 2 * Br;          // Br
   uint64_t* barriers = reinterpret_cast<uint64_t*>(D_smem + Br);
   const Ring<1, Bc> K_smem(smem, barriers), V_smem(K_smem.tiles + Bc * pitch, barriers + 2);
@@ -190,11 +180,9 @@ __global__ void __launch_bounds__(threads, 1) backward_kernel(
       uint32_t P_frag[Br / 16][4], dS_frag[Br / 16][4], slope_frag[Br / 16][4];
 
       if (warpgroup == 0) {               // dV
-        const float scale2 = p.scale * LOG2_E;
-        // P = 2^(c (S - L / c)); c is never 0, as in seeded
-        const float c = Mask::scores ? 1.f : copysignf(fmaxf(fabsf(scale2), 1e-18f), scale2);
+        const float scale2 = p.scale * LOG2_E, c = factor_of_S(p.scale);
         Q_smem.wait_until_full(n);
-        if (!Mask::scores) seed(S_reg, -1.f / c, L_i);
+        if (!Mask::scores) seed(S_reg, L_i);
         wgmma_QK<width / 16>(S_reg, K_tile, Bc, Q_tile + buffer, !Mask::scores);         // line 10
         wgmma_wait<0>();
         if (Mask::scores) {
@@ -222,7 +210,7 @@ __global__ void __launch_bounds__(threads, 1) backward_kernel(
         dO_smem.release(n);
       } else {                            // dK
         dO_smem.wait_until_full(n);
-        seed(dP_reg, -1.f, D_i);
+        seed(dP_reg, D_i);
         wgmma_QK<width / 16>(dP_reg, V_tile, Bc, dO_tile, true);                         // line 13
         wgmma_wait<0>();
         __syncwarp();                     // all lanes have read D_i
@@ -281,6 +269,7 @@ cudaError_t launch(const BwdParams& p, cudaStream_t stream) {
   w.dQ_accum = static_cast<float*>(p.workspace);
   w.L = w.dQ_accum + rows_of_Q(p) * d;
   w.D = w.L + rows_of_Q(p);
+  prepare_seeds(w, p.scale);
   prepare_kernel<<<ceil_div(rows_of_Q(p), block_rows), 256, 0, stream>>>(p, w, 1);
   const size_t bytes = sizeof(ELEMENT) * (3 * (Bc + Br) * pitch + 4 * Bc * Br) +
                        sizeof(float) * 3 * Br + 17 * sizeof(uint64_t);

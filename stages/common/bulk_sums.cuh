@@ -11,12 +11,13 @@
 // commits the copies, and has to wait for the last ones.
 template <int staged, int n_tiles>
 __device__ __forceinline__ void bulk_add_fragments(float* dQ, float* staging, const float (&acc)[n_tiles][4],
-                                                   int row, int col, int first_col) {
+                                                   int row, int col, int first_col,
+                                                   bool has_room = false) {
   const int lane = threadIdx.x % 32;
   #pragma unroll
   for (int first = 0; first < n_tiles; first += staged) {
     // --- through staging, to HBM
-    if (lane == 0) bulk_wait_read<0>();     // the last ones have left
+    if (lane == 0 && !has_room) bulk_wait_read<0>();     // the last ones have left
     __syncwarp();
     #pragma unroll
     for (int n = first; n < first + staged && n < n_tiles; n++)

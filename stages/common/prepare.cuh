@@ -13,6 +13,7 @@ struct Workspace {
   float* dQ_accum;         // (B, H, N_q, d), dQ_copies times
   float* L;                // (B, H, N_q), to the base 2; of rows past the end +infinity: their P is 0
   float* D;                // (B, H, N_q)
+  float times_L = 1.f, times_D = 1.f;      // factors of what is written there
 };
 
 __host__ __device__ inline int padded(int N_q) { return ceil_div(N_q, BLOCK_R) * BLOCK_R; }
@@ -47,6 +48,6 @@ __global__ void __launch_bounds__(256) prepare_kernel(BwdParams p, Workspace to,
   const float L_row = inside ? p.L[(int64_t)bh * all_rows_of_L(p) + row] : INFINITY;
   if (p.dL && inside) sum -= p.dL[(int64_t)bh * all_rows_of_L(p) + row];   // P_ij is also that of L_i by S_ij
   if (SINK && inside) p.dsink[(int64_t)bh * all_rows_of_L(p) + row] = -expf(p.sink[h] - L_row) * sum;
-  to.L[padded_row] = LOG2_E * L_row;
-  to.D[padded_row] = L_row == -INFINITY ? 0.f : sum;   // no key seen: P is 0, but dL may be infinite
+  to.L[padded_row] = to.times_L * (LOG2_E * L_row);
+  to.D[padded_row] = L_row == -INFINITY ? 0.f : to.times_D * sum;      // no key seen: dL may be infinite
 }

@@ -30,3 +30,21 @@ __global__ void __launch_bounds__(256) reduce_heads_kernel(BwdParams p, const fl
   add_up(dKV_parts, p.dK, p.scale, HEAD_DIM);
   add_up(dKV_parts + (int64_t)p.B * p.H * all_rows_of_K(p) * HEAD_DIM, p.dV, dropout_scale(p), d_v);
 }
+
+// Store this warp's 16 rows of an accumulator to a part of `rows` rows: rows from first_row on. The
+// accumulator's columns are first_col and so on; those from from_col to end_col - 1 are stored.
+template <int n_tiles>
+__device__ __forceinline__ void store_part(float* part, const float (&acc)[n_tiles][4], int first_row,
+                                           int rows, int first_col, int from_col, int end_col) {
+  const int row = first_row + threadIdx.x % 32 / 4, lane_col = first_col + threadIdx.x % 4 * 2;
+  #pragma unroll
+  for (int n = 0; n < n_tiles; n++) {
+    #pragma unroll
+    for (int r = 0; r < 2; r++) {
+      const int k = lane_col + 8 * n;
+      if (row + 8 * r < rows && k >= from_col && k < end_col)
+        *reinterpret_cast<float2*>(part + int64_t(row + 8 * r) * HEAD_DIM + k) =
+            make_float2(acc[n][2 * r], acc[n][2 * r + 1]);
+    }
+  }
+}

@@ -1,27 +1,27 @@
-// Backward stage 22: hopper_tuned
-// idea:    what is left: dQ by one warpgroup, a block for each query head, order of blocks, early launches
+// Backward stage 26: hopper_tuned
+// idea:    what is left: a block for each query head, order of blocks, early launches, TMA stores
 // types:   fp16, bf16
 // needs:   sm_90a
-// after:   seeded
+// after:   dq_by_turns
+// default: sm_90a
 // deterministic: on request
 // takes:   dropout, sink, d_v
 // tiles:   Br=128 Bc=128; d > 64: Br=64 Bc=128; d > 128: Br=64 Bc=64
 // limits:  Br in (64, 128); Bc in (64, 128); Br <= Bc
-// shared:  4 * (Bc + 2 * Br) * ((d + 63) // 64 * 64) + 4 * Bc * (Br + 64) + 16 * Br + 96
+// shared:  4 * (Bc + 2 * Br) * ((d + 63) // 64 * 64) + 4 * Bc * (Br + (Bc if d <= 64 else 64)) + 16 * Br + 96
 // workspace: dQ_accum, L, D, dK_parts, dV_parts
 // hbm:     B * (4 * d * N_k * (H * 5 ** (H > H_kv) + H_kv) + H * (N_q * (4 * Tc * d + 10 * d + 4) +
 //          Tr * Br * (8 * Tc * (d + 1) + 4 * d + 8)))
-// predicted: 1.05x at d=128 by dQ (as a study had: H200, N=4096), 1.1x more if causal by the order of blocks,
-//          1.05x more at N <= 1024 by early launches
+// predicted: 1.1x if causal by the order of blocks, 1.05x more at N <= 1024 by early launches, 1.05x more at
+//          N <= 2048 by stores of boxes
 //
 // What is left:
 //
-//   - dQ by one warpgroup at 64 < d <= 128: it has all columns of the tile's 64 rows. Before, two had one
-//     panel each, and read dS twice. The other warpgroup goes on to the next tile. So the two drift apart,
-//     and one's exponentials come under the other's products.
+//   - dK and dV leave by the copy engine, as O does in the forward: through the buffers of Q and dO.
 //   - A block for each query head, as in split_heads: with GQA there are more blocks, and each has one loop.
 //     The parts of dK and dV are added up in the order of heads, without atomics (common/reduce_heads.cuh).
-//   - The order of blocks of ampere_tuned (common/order.cuh): causal, those that most rows see come first.
+//   - The order of blocks (common/order.cuh): causal, those that most rows see come first, of as many heads
+//     as L2 has room for (common/gradients.cuh). It has to hold Q, dO and the sums of dQ.
 //   - Only tiles that the mask cuts, or that reach past the last row or key, look at it.
 //   - Early launches (common/launch.cuh): each kernel may start before the one ahead of it has ended, sets up
 //     its barriers and asks for K and V before it waits. (The kernel before prepare_kernel has ended by then,
@@ -29,13 +29,19 @@
 //   - Deterministic on request, as in ordered_dq: eight copies of dQ_accum, and a launch for eight tiles of
 //     keys at a time. So each number of a copy gets one addend a launch.
 //
+// Heads that fit in L2, not 16, gave (H100, bf16, one run, causal, N=16384) 546 -> 574 TFLOP/s at d=128, 443
+// -> 454 at d=64. Nine of 64, which leave one for the end, cost 488 -> 454 at d=128, N=4096. Lost (full,
+// N=2048): dQ ahead of dK (d=128 498 -> 488), dQ by halves (485), L and D in the order of lanes, four in a
+// load (d=64 395 -> 375). The next S under the end of a tile gave d=64 395 -> 401, but with turns ptxas
+// serialises it.
+//
 // It takes dropout, a sink and a V of d_v < d columns: the maps of V and dO have d_v columns, so the engine
 // fills up with zeros. With dropout dP starts from 0, as D is subtracted after some of dP is dropped. And dV
 // needs another P than dS. It takes no packed sequences: a map ends with its tensor, not with a sequence.
 //
 // HBM traffic without caches (hbm, above): as in ordered_dq.
 //
-// Changed from seeded: these. At d = 256, causal, 4 bytes a thread are spilled.
+// Changed from dq_by_turns: these. At d = 256 up to 32 bytes a thread are spilled, at d = 64, causal, 24.
 #pragma once
 #include "common/bulk_sums.cuh"
 #include "common/drop_transposed.cuh"
@@ -46,11 +52,11 @@
 #include "common/mma.cuh"
 #include "common/order.cuh"
 #include "common/pairs.cuh"
-#include "common/prepare.cuh"
 #include "common/reduce_heads.cuh"
 #include "common/ring_rows.cuh"
+#include "common/seed.cuh"
+#include "common/store_panels.cuh"
 #include "common/tile16.cuh"
-#include "common/warpgroup_products.cuh"
 
 constexpr int d = HEAD_DIM;
 constexpr int Br = BLOCK_R, Bc = BLOCK_C;
@@ -59,10 +65,13 @@ constexpr int sharing = d <= 128 ? 1 : 2;          // warpgroups that share 64 k
 constexpr int columns = sharing == 1 ? width : 128;          // each with so many columns of dV and dK
 constexpr int warps = Bc / 16 * sharing, threads = 32 * warps + 128;     // consumers; and the producer's
 constexpr int producer_registers = 24, consumer_registers = warps <= 8 ? 240 : 112;
-constexpr int dQ_sharing = d > 64 && d <= 128 ? 1 : 16 * warps / Br;     // the same for 64 rows of dQ
+constexpr bool by_turns = d <= 64;                 // a warpgroup makes all of dQ_i, then another one the next
+constexpr int turns = by_turns ? warps / 4 : 1;
+constexpr int dQ_sharing = d <= 128 ? 1 : 16 * warps / Br;   // else: warpgroups that share 64 rows of dQ_i
 constexpr int dQ_columns = dQ_sharing == 1 ? width : (panels + dQ_sharing - 1) / dQ_sharing * panel;
-constexpr int dQ_warps = Br / 16 * dQ_sharing;     // the first ones make dQ,
-constexpr int staged = 4 * Bc / dQ_warps;          // each with so many columns of it in shared memory
+constexpr int dQ_strips = by_turns ? Br / 64 : 1;  // of 64 rows, that a warpgroup makes
+constexpr int dQ_warps = by_turns ? warps : Br / 16 * dQ_sharing;        // the first ones make dQ,
+constexpr int staged = 4 * Bc * turns / dQ_warps;  // each with so many columns of it in shared memory
 constexpr int dQ_copies = DETERMINISTIC ? 8 : 1;   // of dQ_accum
 
 // One block per tile of K and V and query head, for tiles from first_j on. Line numbers are those of
@@ -70,23 +79,25 @@ constexpr int dQ_copies = DETERMINISTIC ? 8 : 1;   // of dQ_accum
 __global__ void __launch_bounds__(threads, 1) backward_kernel(
     BwdParams p, Workspace w, float* dKV_parts, int first_j, const __grid_constant__ CUtensorMap Q_map,
     const __grid_constant__ CUtensorMap K_map, const __grid_constant__ CUtensorMap V_map,
-    const __grid_constant__ CUtensorMap dO_map) {
+    const __grid_constant__ CUtensorMap dO_map, const __grid_constant__ CUtensorMap dK_map,
+    const __grid_constant__ CUtensorMap dV_map) {
   const int Tr = ceil_div(p.N_q, Br), heads = p.B * p.H;                 // lines 1, 2
-  // line 5: masked, blocks that most rows see come first, of 16 or 8 heads: L2 holds their Q, dO and dQ
-  const Work work = dispatch_order(gridDim.x / heads, heads, CAUSAL ? 16 : Mask::all_keys ? 1 : 8);
+  // line 5: masked, blocks that most rows see come first, of some heads: L2 holds their Q, dO and dQ
+  const int together = CAUSAL || !Mask::all_keys ? heads_with_sums_in_L2(heads, p.N_q) : 1;
+  const Work work = dispatch_order(gridDim.x / heads, heads, together);
   const int j = first_j + work.tile, bh = work.bh, b = bh / p.H, h = bh % p.H, h_kv = h / (p.H / p.H_kv);
   // This warp's rows of dK and dV, and of dQ; its columns, from a panel on. The last part may begin in the
   // one before, which keeps these columns.
-  const int warp = warp_index(), part = warp / (Bc / 16), dQ_part = warp / (Br / 16);
-  const int first_key = warp % (Bc / 16) * 16, warp_row = warp % (Br / 16) * 16;
+  const int warp = warp_index(), part = warp / (Bc / 16), dQ_part = by_turns ? 0 : warp / (Br / 16);
+  const int first_key = warp % (Bc / 16) * 16, warp_row = warp % (Br / 16 / dQ_strips) * 16;
   const int first_col = min(part * columns, pitch - columns);
   const int first_dim = min(dQ_part * dQ_columns, pitch - dQ_columns);
 
   extern __shared__ __align__(1024) ELEMENT smem[];
   ELEMENT* dST_smem = smem + (2 * Bc + 4 * Br) * pitch;        // Bc x Br, in panels, twice
   float* dQ_smem = reinterpret_cast<float*>(dST_smem + 2 * Bc * Br);     // a warp: 16 x staged
-  float* L_smem = dQ_smem + 64 * Bc;        // Br, to the base 2, twice
-  float* D_smem = L_smem + 2 * Br;          // Br, twice
+  float* L_smem = dQ_smem + 64 * Bc * turns;     // Br, -L / c, twice
+  float* D_smem = L_smem + 2 * Br;          // Br, -D, twice
   uint64_t* barriers = reinterpret_cast<uint64_t*>(D_smem + 2 * Br);
   const Ring<1, Bc> K_smem(smem, barriers), V_smem(K_smem.tiles + Bc * pitch, barriers + 2);
   const Ring<2, Br> Q_smem(V_smem.tiles + Bc * pitch, barriers + 4);
@@ -129,16 +140,7 @@ __global__ void __launch_bounds__(threads, 1) backward_kernel(
   const uint32_t K_columns = matrix_at(K_smem.tiles + first_dim * Bc, 128 * Bc);
 
   float dK_reg[columns / 8][4] = {}, dV_reg[columns / 8][4] = {};        // line 7
-  const float scale2 = p.scale * LOG2_E;
-  // P = 2^(c (S - L / c)). Not 0, and not so small that L / c would be infinite: then S counts for nothing
-  const float c = Mask::scores ? 1.f : copysignf(fmaxf(fabsf(scale2), 1e-18f), scale2);
-  auto seed = [&](float (&acc)[Br / 8][4], float factor, const float* row) {
-    for_each_two(one_strip(acc), [&](float& x, float& y, int, int col) {
-      const float2 two = *reinterpret_cast<const float2*>(row + col);
-      x = pinned(factor * two.x);
-      y = pinned(factor * two.y);
-    });
-  };
+  const float scale2 = p.scale * LOG2_E, c = factor_of_S(p.scale);
 
   K_smem.wait_until_full(0);
   V_smem.wait_until_full(0);
@@ -151,10 +153,10 @@ __global__ void __launch_bounds__(threads, 1) backward_kernel(
     float S_reg[Br / 8][4], dP_reg[Br / 8][4];
     Q_smem.wait_until_full(n);
     dO_smem.wait_until_full(n);
-    if (!Mask::scores) seed(S_reg, -1.f / c, L_i);
-    seed(dP_reg, DROPOUT ? 0.f : -1.f, D_i);
+    if (!Mask::scores) seed(S_reg, L_i);
+    if (!DROPOUT) seed(dP_reg, D_i);
     wgmma_QK<width / 16>(S_reg, K_tile, Bc, Q_tile + buffer, !Mask::scores);
-    wgmma_QK<width / 16>(dP_reg, V_tile, Bc, dO_tile + buffer, true);
+    wgmma_QK<width / 16>(dP_reg, V_tile, Bc, dO_tile + buffer, !DROPOUT);
     wgmma_wait<1>();                      // dP^T goes on
 
     float slope_reg[Br / 8][4];           // of a mask that changes scores
@@ -173,21 +175,18 @@ __global__ void __launch_bounds__(threads, 1) backward_kernel(
         if (!mask.sees(i * Br + col, j * Bc + first_key + r, side)) P = 0.f;
       });
     }
-    uint32_t P_frag[Br / 16][4], dS_frag[Br / 16][4];
+    uint32_t P_frag[Br / 16][4], dS_frag[Br / 16][4], kept_frag[Br / 16][4];     // kept: P for dV
     to_A(P_frag, S_reg);
-    if constexpr (DROPOUT) {
-      uint32_t kept_frag[Br / 16][4];   // P for dV
+    if (DROPOUT) {
       drop_transposed(one_strip(S_reg), mask, i * Br, j * Bc + first_key);
       to_A(kept_frag, S_reg);
-      wgmma_PV(dV_reg, kept_frag, dO_columns + buffer);
-    } else {
-      wgmma_PV(dV_reg, P_frag, dO_columns + buffer);                     // line 12: + P_ij^T dO_i
     }
+    wgmma_PV(dV_reg, DROPOUT ? kept_frag : P_frag, dO_columns + buffer);         // line 12: + P_ij^T dO_i
     wgmma_wait<1>();                      // dP^T is there, dV goes on
 
     if (DROPOUT) {
       drop_transposed(one_strip(dP_reg), mask, i * Br, j * Bc + first_key);
-      for_each(dP_reg, [&](float& dP, int, int col) { dP = dropout_scale(p) * dP - D_i[col]; });
+      for_each(dP_reg, [&](float& dP, int, int col) { dP = dropout_scale(p) * dP + D_i[col]; });
     }
     for_both(P_frag, dP_reg, [&](float P, float& dP, int r, int col) { // line 14: dS_ij
       dP = P * dP;
@@ -199,38 +198,47 @@ __global__ void __launch_bounds__(threads, 1) backward_kernel(
     fence_proxy_async();
     wgmma_PV(dK_reg, dS_frag, Q_columns + buffer);                       // line 16: + dS_ij^T Q_i
     wgmma_wait<1>();                      // dV is there, dK goes on
-    named_barrier_sync(1, 32 * warps);    // all of dS is there, and nobody reads L_i and D_i any more
+    const bool makes_dQ = by_turns ? n % turns == warp / 4 : warp < dQ_warps;
+    if (by_turns && !makes_dQ)
+      named_barrier_arrive(1 + n % turns, 32 * warps);
+    else
+      named_barrier_sync(1 + n % turns, 32 * warps);         // all of dS is there
+    __syncwarp();                         // no lane reads L_i and D_i any more
     dO_smem.release(n);
 
-    if (dQ_warps < warps && warp >= dQ_warps) {
+    if (!makes_dQ) {
       wgmma_wait<0>();
       Q_smem.release(n);
       continue;
     }
-    float dQ_reg[dQ_columns / 8][4];                                     // line 15: dS_ij K_j
-    wgmma_dQ<Bc / 16>(dQ_reg, dS_rows + dS_buffer, K_columns);
-    wgmma_wait<1>();                      // dK is there, dQ goes on
+    float dQ_reg[dQ_strips][dQ_columns / 8][4];                          // line 15: dS_ij K_j
+    #pragma unroll
+    for (int s = 0; s < dQ_strips; s++)
+      wgmma_dQ<Bc / 16>(dQ_reg[s], dS_rows + dS_buffer + s * (Bc * panel / 8), K_columns);
+    wgmma_wait<dQ_strips>();              // dK is there, dQ goes on
     Q_smem.release(n);
     wgmma_wait<0>();
     float* dQ = w.dQ_accum + ((j % dQ_copies * (int64_t)heads + bh) * Tr + i) * Br * d;
-    bulk_add_fragments<staged / 8>(dQ, dQ_smem + 16 * warp * staged, dQ_reg, warp_row, first_dim,
-                                   dQ_part * dQ_columns);
+    #pragma unroll
+    for (int s = 0; s < dQ_strips; s++)
+      bulk_add_fragments<staged / dQ_strips / 8>(
+          dQ, dQ_smem + (16 * warp + 16 / dQ_strips * s) * staged, dQ_reg[s], 64 * s + warp_row, first_dim,
+          dQ_part * dQ_columns, s > 0);
   }                                                                      // line 17
-  if (threadIdx.x % 32 == 0) bulk_wait<0>();
 
-  auto store = [&](const Tensor& out, float (&sum)[columns / 8][4], float* heads_part, float scale, int end) {
-    for_each_two(one_strip(sum), [&](float& x, float& y, int r, int col) {  // line 18, or a part
-      const int key = j * Bc + first_key + r, k = first_col + col;
-      if (key >= p.N_k || k >= end || k < part * columns) return;
-      if (p.H > p.H_kv)
-        *reinterpret_cast<float2*>(heads_part + ((int64_t)bh * p.N_k + key) * d + k) = make_float2(x, y);
-      else
-        *reinterpret_cast<uint32_t*>(out.head(b, h) + key * out.stride_n + k) =
-            pack<ELEMENT>(scale * x, scale * y);
-    });
-  };
-  store(p.dK, dK_reg, dKV_parts, p.scale, d);
-  store(p.dV, dV_reg, dKV_parts + (int64_t)heads * p.N_k * d, dropout_scale(p), d_v);
+  const int first_row = j * Bc + first_key, from_col = part * columns;
+  if (p.H > p.H_kv) {                       // parts of dK and dV
+    float *dK_part = dKV_parts + (int64_t)bh * p.N_k * d, *dV_part = dK_part + (int64_t)heads * p.N_k * d;
+    store_part(dK_part, dK_reg, first_row, p.N_k, first_col, from_col, d);
+    store_part(dV_part, dV_reg, first_row, p.N_k, first_col, from_col, d_v);
+  } else {                                  // line 18, through the buffers of Q and dO
+    named_barrier_sync(3, 32 * warps);      // nobody reads them any more
+    for_each(dK_reg, [&](float& x, int, int) { x *= p.scale; });
+    for_each(dV_reg, [&](float& x, int, int) { x *= dropout_scale(p); });
+    store_panels(dK_map, Q_smem.tiles, dK_reg, Bc, first_key, first_row, h, b, first_col, from_col);
+    store_panels(dV_map, dO_smem.tiles, dV_reg, Bc, first_key, first_row, h, b, first_col, from_col);
+  }
+  if (threadIdx.x % 32 == 0) bulk_wait<0>();
 }
 
 // Rows of L and D, and of dQ in each copy; numbers in dK and in dV
@@ -243,26 +251,29 @@ size_t workspace_bytes(const BwdParams& p) {
 }
 
 cudaError_t launch(const BwdParams& p, cudaStream_t stream) {
-  CUtensorMap Q_map, K_map, V_map, dO_map;
+  CUtensorMap Q_map, K_map, V_map, dO_map, dK_map, dV_map;
   cudaError_t error = make_tensor_map(Q_map, p.Q, p.B, p.H, p.N_q, d, Br);
   if (error == cudaSuccess) error = make_tensor_map(K_map, p.K, p.B, p.H_kv, p.N_k, d, Bc);
   if (error == cudaSuccess) error = make_tensor_map(V_map, p.V, p.B, p.H_kv, p.N_k, d_v, Bc);
   if (error == cudaSuccess) error = make_tensor_map(dO_map, p.dO, p.B, p.H, p.N_q, d_v, Br);
+  if (error == cudaSuccess) error = make_tensor_map(dK_map, p.dK, p.B, p.H_kv, p.N_k, d, 16);
+  if (error == cudaSuccess) error = make_tensor_map(dV_map, p.dV, p.B, p.H_kv, p.N_k, d_v, 16);
   if (error != cudaSuccess) return error;
   Workspace w;
   w.dQ_accum = static_cast<float*>(p.workspace);
   w.L = w.dQ_accum + rows_of_Q(p) * dQ_copies * d;
   w.D = w.L + rows_of_Q(p);
+  prepare_seeds(w, p.scale);
   float* dKV_parts = w.D + rows_of_Q(p);
   prepare_kernel<<<ceil_div(rows_of_Q(p), block_rows), 256, 0, stream>>>(p, w, dQ_copies);
   const size_t bytes = sizeof(ELEMENT) * (2 * (Bc + 2 * Br) * pitch + 2 * Bc * Br) +
-                       sizeof(float) * (64 * Bc + 4 * Br) + 12 * sizeof(uint64_t);
+                       sizeof(float) * (64 * Bc * turns + 4 * Br) + 12 * sizeof(uint64_t);
   allow_shared_memory(backward_kernel, bytes);
   const int Tc = ceil_div(p.N_k, Bc), launch_tiles = DETERMINISTIC ? dQ_copies : Tc;
   for (int first_j = 0; first_j < Tc; first_j += launch_tiles) {
     const int blocks = p.B * p.H * min(launch_tiles, Tc - first_j);
     cudaLaunchKernelEx(EarlyLaunch(blocks, threads, bytes, stream), backward_kernel, p, w, dKV_parts, first_j,
-                       Q_map, K_map, V_map, dO_map);
+                       Q_map, K_map, V_map, dO_map, dK_map, dV_map);
   }
   cudaLaunchKernelEx(EarlyLaunch(p.B * p.H * ceil_div(p.N_q, convert_rows), 256, 0, stream),
                      convert_dQ_kernel, p, w.dQ_accum, dQ_copies);
