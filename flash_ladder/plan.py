@@ -41,7 +41,7 @@ class Keys(NamedTuple):
 
     Attributes:
         k: (B, H_kv, N_k, d); of a cache in pages (pages, H_kv, page_size, d).
-        alone: nobody needs gradients.
+        alone: nobody needs gradients, or it is about the backward stage.
         cache: what k is, or None.
     """
 

@@ -251,12 +251,12 @@ def jobs(shape: Shape, stages: dict) -> Iterator[ahead.Job]:
         yield ahead.job(stage, flash.DTYPES[shape.dtype], shape.d, shape.causal, chosen, device)
 
 
-def run(chosen: list[Shape], stages: dict[str, dict], fa3, file: Path | None, data: dict,
+def run(chosen: list[Shape], stages: dict[tuple[str, int], dict], fa3, file: Path | None, data: dict,
         device: str = "cuda") -> None:
     """Measure all, shape by shape, into `data` and the file, if there is one; say what was found."""
     begun = time.perf_counter()
     for number, shape in enumerate(chosen, 1):
-        rows = measured(shape, stages[shape.direction], fa3, device)
+        rows = measured(shape, stages[shape.direction, shape.d], fa3, device)
         data["rows"] += rows
         if file:
             ratios.write(data, file)
@@ -302,9 +302,10 @@ def main(argv: list[str] | None = None) -> None:
     chosen = list(shapes(lists["cases"], lists["directions"], lists["dtypes"],
                          [int(d) for d in lists["dims"]]))
     device = torch.device("cuda", torch.cuda.current_device())
-    stages = {direction: of_stages(direction, args.stages.split(",") if args.stages else [
-        flash.find_stage(None, torch.bfloat16, device, direction).name]) for direction in lists["directions"]}
-    builds = {str(job): job for shape in chosen for job in jobs(shape, stages[shape.direction])}
+    stages = {(direction, d): of_stages(direction, args.stages.split(",") if args.stages else [
+        flash.find_stage(None, torch.bfloat16, device, direction, d=d, sizes=ahead.large_call(d)).name])
+        for direction in lists["directions"] for d in map(int, lists["dims"])}
+    builds = {str(job): job for shape in chosen for job in jobs(shape, stages[shape.direction, shape.d])}
     ahead.build_all(builds.values())
     file = None if args.stages else args.folder / "hopper.json"
     data = {"device": flash.describe_device(device), "date": time.strftime("%Y-%m-%d"), "rows": []}

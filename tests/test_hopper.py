@@ -69,10 +69,16 @@ BOXES = [  # element bytes, (d, N, heads, B), box, swizzle, corner
     (2, (72, 50, 3, 2), (64, 8, 1, 1), 128, (64, 3, 0, 1)),        # columns past the end
     (2, (72, 50, 3, 2), (32, 8, 2, 2), 64, (48, -3, -1, 1)),       # before the start, in several dimensions
     (2, (40, 21, 2, 3), (16, 24, 1, 2), 32, (-8, 0, 1, 1)),
-    (2, (40, 21, 2, 3), (40, 5, 2, 1), 0, (3, 2, 0, 2)),
+    (2, (40, 21, 2, 3), (40, 5, 2, 1), 0, (8, 2, 0, 2)),
     (4, (24, 21, 2, 1), (32, 8, 1, 1), 128, (-4, 15, 1, 0)),
-    (4, (24, 21, 2, 1), (12, 7, 1, 1), 0, (13, -2, 1, 0)),
+    (4, (24, 21, 2, 1), (12, 7, 1, 1), 0, (12, -2, 1, 0)),
 ]
+
+
+def stored(case: tuple) -> tuple:
+    """The same case for a store, which must not begin before the tensor."""
+    *numbers, corner = case
+    return *numbers, tuple(max(start, 0) for start in corner)
 
 
 def box_case(element: int, sizes: tuple, box: tuple, seed: int = 0):
@@ -132,7 +138,7 @@ def test_the_swizzle_is_of_the_real_address(device):
 
 @pytest.mark.parametrize("case", BOXES, ids=lambda case: "-".join(map(str, case[2])))
 def test_tma_store(device, schedule, case):
-    element, sizes, box, swizzle, corner = case
+    element, sizes, box, swizzle, corner = stored(case)
     x, arguments = box_case(element, sizes, box)
     bytes_ = box[0] * box[1] * box[2] * box[3] * element
     source = torch.randint(-2**31, 2**31, (bytes_ // 4,), generator=torch.Generator().manual_seed(1)).int()
@@ -144,6 +150,19 @@ def test_tma_store(device, schedule, case):
         if index is not None:
             expected[index] = values[chunk_place(place * element, swizzle) // element]
     assert torch.equal(with_its_gaps(there).cpu(), with_its_gaps(expected)), "nothing beside it is written"
+
+
+@simulator_only
+@pytest.mark.parametrize("function, corner, says", [
+    ("load_box", (3, 0, 1, 1), "begins at byte 6 of a row"), ("load_box", (4, 0, 1, 1), "byte 8 of a row"),
+    ("store_box", (12, 0, 1, 1), "byte 24 of a row"), ("store_box", (-8, 0, 1, 1), "coordinate 0 is -8"),
+    ("store_box", (0, -3, 1, 1), "coordinate 1 is -3"), ("store_box", (0, 0, -1, 1), "coordinate 2 is -1")])
+def test_where_a_box_may_begin(device, function, corner, says):
+    """An H100 calls such an instruction illegal."""
+    element, sizes, box, swizzle, _ = BOXES[0]
+    x, arguments = box_case(element, sizes, box)
+    more = (0, empty(512)) if function == "load_box" else (torch.zeros(512).int(), 1)
+    assert says in call(function, x, 0, *arguments, swizzle, *corner, 2048, *more)
 
 
 @simulator_only
@@ -400,13 +419,16 @@ def test_boxes_without_findings(device, schedule, case):
     element, sizes, box, swizzle, corner = case
     x, arguments = box_case(element, sizes, box)
     bytes_ = box[0] * box[1] * box[2] * box[3] * element
-    inside = sum(index is not None for _, index in box_elements(sizes, box, corner)) * element
     shared = torch.zeros(bytes_ // 4, dtype=torch.int32)
-    numbers = (int(element == 4), *arguments, swizzle, *corner, bytes_)
-    _, report = inspected("load_box", x, *numbers, 0, shared, x=x, shared=shared)
-    assert report.traffic()["x"].read == inside
-    _, report = inspected("store_box", x, *numbers, shared, 1, x=x, shared=shared)
-    assert report.traffic()["x"].written == inside
+    numbers = int(element == 4), *arguments, swizzle
+
+    def inside(corner: tuple) -> int:
+        return sum(index is not None for _, index in box_elements(sizes, box, corner)) * element
+    _, report = inspected("load_box", x, *numbers, *corner, bytes_, 0, shared, x=x, shared=shared)
+    assert report.traffic()["x"].read == inside(corner)
+    *_, corner = stored(case)
+    _, report = inspected("store_box", x, *numbers, *corner, bytes_, shared, 1, x=x, shared=shared)
+    assert report.traffic()["x"].written == inside(corner)
 
 
 @simulator_only

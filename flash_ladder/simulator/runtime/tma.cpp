@@ -175,11 +175,24 @@ static void start(BulkCopy&& copy) {
   if (now) land(w, e.copies.size() - 1);
 }
 
+// Where a box may begin. In no document; an H100 calls the rest illegal instructions (tests/test_hopper.py).
+static void check_corner(Bulk kind, const TensorMap& m, const int* corner, const char* name, Site site) {
+  const int64_t byte = int64_t(corner[0]) * m.element_bytes;
+  if (byte % 16)
+    fail(std::string(name) + ": the box begins at byte " + std::to_string(byte) +
+             " of a row; a multiple of 16 is possible", site);
+  for (int i = 0; i < m.rank && kind == Bulk::STORE; i++)
+    if (corner[i] < 0)
+      fail(std::string(name) + ": coordinate " + std::to_string(i) + " is " + std::to_string(corner[i]) +
+               "; a box that is stored must not begin before the tensor", site);
+}
+
 static BulkCopy box_copy(Bulk kind, const CUtensorMap* map, const void* shared, const int* corner,
                          const char* name, Site site, const void* pc) {
   const TensorMap& m = valid_map(map, name, site);
   if (m.rank != 4)
     fail(std::string(name) + ": a map of " + std::to_string(m.rank) + " dimensions; it takes 4", site);
+  check_corner(kind, m, corner, name, site);
   BulkCopy c{};
   c.kind = kind;
   c.shared = static_cast<char*>(const_cast<void*>(shared));
