@@ -36,10 +36,10 @@ CALLS = {"wait": r"[\w.]*\b(?:wait_until_full|pass|mbarrier_wait)\b",
          "empty": r"\w+\.(?:fill|wait_until_empty)\b", "copy": r"\w+\.fill\b|\bmbarrier_arrive_expect\b",
          "turn": r"\w+\.wait\b", "product": r"\bwgmma_(?:QK|PV)\b", "finish": r"\bwgmma_wait\b",
          "maximum": r"\bmaximum_step\b", "exponential": r"\bexponentials\b", "softmax": r"\bsoftmax_step\b",
-         "store": r"\bstore_(?:rows|panels)\b"}
+         "store": r"\bstore_(?:rows|panels|part)\b"}
 BACKWARD = {"empty": CALLS["empty"] + r"|\bfill\(\w+", "copy": CALLS["copy"] + r"|\bfill\(\w+",
-            "product": r"(?<=\()\w+(?=_reg(?:_\d)?\b)", "meeting": r"\bnamed_barrier_sync\b"}
-ELEMENTS = r"\b(?:for_\w+|round_to_A|store_fragments|hand_over|add_fragments)\(\w+(?:, \w+)?"
+            "product": r"(?<=\()\w+(?=_reg(?:_\d)?\b)", "meeting": r"\bnamed_barrier_(?:sync|arrive)\b"}
+ELEMENTS = r"\b(?:for_\w+|round_to_A|store_fragments|seed|hand_over|add_fragments)\(\w+(?:, \w+)?"
 # What a backward stage does with the elements of accumulators, by what its text has
 WORK = (("P and dS", r"exp2\((?s:.*)\bdP = "), ("P", r"exp2\("), ("dS", r"\bdP = "),
         ("sums", r"\batomicAdd\b|\badd_fragments\b"), ("gradients", r"\bstride_n\b"),
@@ -119,7 +119,7 @@ class Source:
 
     def ring(self, line: int) -> str:
         """Whose tile a line is about: K of K_smem.fill(...) or fill(K_smem, ...); empty if of none."""
-        found = re.search(r"(\w+)_smem\.|\bfill\((\w+)_smem\b", self.text(line))
+        found = re.search(r"(\w+)_smem\.\w+\(|\bfill\((\w+)_smem\b", self.text(line))
         return found[1] or found[2] if found else ""
 
     def _enclosing(self, line: int) -> str:

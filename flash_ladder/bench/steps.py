@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from dataclasses import dataclass, field, replace
 
-from .marks import END, SOFTMAX, Block, Mark, Span
+from .marks import BEGIN, END, POINT, SOFTMAX, Block, Mark, Span
 
 ROWS = 64                # of a warpgroup's tile of S
 # 989 TFLOP/s of products and 3.9 of exponentials (H100: FlashAttention-3, section 3.1): 64 * 16 * 16
@@ -39,8 +39,8 @@ def _steps_of(mark: Mark) -> float:
 
 
 def _barrier(mark: Mark) -> tuple | None:
-    """Which one a warp has passed at a mark, if it has: a named barrier has a number."""
-    passed = mark.kind == "barrier" or (mark.kind, mark.side) == ("meeting", END)
+    """Which one a warp has passed at a mark, or arrived at, if any: a named barrier has a number."""
+    passed = mark.kind == "barrier" or (mark.kind == "meeting" and mark.side != BEGIN)
     return (mark.kind, mark.amount) if passed else None
 
 
@@ -120,6 +120,8 @@ class Model:
             passed = lane.counted[barrier]
             there = self._barriers[barrier, passed]
             there.setdefault(name, lane.now)
+            if (mark.kind, mark.side) == ("meeting", POINT):   # it arrives, and goes on
+                return lane.now
             to_come = {other for other, count in self._meetings.items() if count[barrier] > passed}
             return max(there.values()) if to_come <= there.keys() else None
         if mark.side != END:

@@ -11,6 +11,7 @@
 // unless TIMELINE_IN_FLIGHT is 1. ptxas waits for no product more in either case.
 #pragma once
 #include "ring.cuh"
+#include "store_panels.cuh"
 #include "turns.cuh"
 #include "wgmma.cuh"
 
@@ -36,10 +37,11 @@ enum Kind : uint8_t {        //                                                 
   FINISH,                    // begin, end     for groups of wgmma                 groups that are left
   MAXIMUM, EXPONENTIAL,      // begin, end     parts of the softmax                columns of the tile
   SOFTMAX,                   // begin, end     both
-  STORE,                     // begin, end     O                                   columns
+  STORE,                     // begin, end     O, dK, dV                           columns of 2 bytes
   BARRIER,                   // point          the block's barrier is passed
   ELEMENTS,                  // begin, end     of an accumulator: as the line says columns
   MEETING,                   // begin, end     at a named barrier                  its number
+                             // point: a warp arrives there, and goes on
   MBARRIER,                  // begin, end     for one that is of no ring          begin: place, parity
   ARRIVE,                    // point          at such a one                       place
   BULK_WAIT,                 // begin, end     for copies from shared memory       groups that are left
@@ -213,6 +215,16 @@ template <int groups_left> __device__ __forceinline__ void wgmma_wait(int line =
   mark(FINISH, END, line, groups_left);
 }
 
+template <int n_tiles>
+__device__ __forceinline__ void store_panels(const CUtensorMap& map, ELEMENT* tile,
+                                             const float (&acc)[n_tiles][4], int tile_rows, int tile_row,
+                                             int row, int head, int batch, int first_col = 0,
+                                             int from_col = 0, int line = __builtin_LINE()) {
+  mark(STORE, BEGIN, line, 8 * n_tiles);
+  ::store_panels(map, tile, acc, tile_rows, tile_row, row, head, batch, first_col, from_col);
+  mark(STORE, END, line, 8 * n_tiles);
+}
+
 }  // namespace timeline
 
 // -------------------------------------------------------------------------------- for Python
@@ -249,3 +261,4 @@ extern "C" const char* flash_timeline_read(void* to) {
 #define wgmma_QK timeline::wgmma_QK
 #define wgmma_PV timeline::wgmma_PV
 #define wgmma_wait timeline::wgmma_wait
+#define store_panels timeline::store_panels

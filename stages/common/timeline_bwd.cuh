@@ -5,7 +5,9 @@
 #include "gradients.cuh"
 #include "pairs.cuh"
 #include "product.cuh"
+#include "reduce_heads.cuh"
 #include "ring_rows.cuh"
+#include "seed.cuh"
 #include "strips.cuh"
 #include "warpgroup_products.cuh"
 #include "timeline.cuh"
@@ -73,6 +75,14 @@ __device__ __forceinline__ void store_fragments(ELEMENT* tile, const Fragments& 
   mark(ELEMENTS, END, line, sizeof(A));
 }
 
+template <int n_tiles>
+__device__ __forceinline__ void seed(float (&acc)[n_tiles][4], const float* row,
+                                     int line = __builtin_LINE()) {
+  mark(ELEMENTS, BEGIN, line, sizeof(acc) / 2);
+  ::seed(acc, row);
+  mark(ELEMENTS, END, line, sizeof(acc) / 2);
+}
+
 // By instructions that add four numbers, or one
 template <class Accumulator>
 __device__ __forceinline__ void add_fragments(float* dQ, const Accumulator& acc, int row, int col, int step,
@@ -80,6 +90,16 @@ __device__ __forceinline__ void add_fragments(float* dQ, const Accumulator& acc,
   mark(ELEMENTS, BEGIN, line, sizeof(acc) / 2);
   ::add_fragments(dQ, acc, row, col, step);
   mark(ELEMENTS, END, line, sizeof(acc) / 2);
+}
+
+// Of floats
+template <int n_tiles>
+__device__ __forceinline__ void store_part(float* part, const float (&acc)[n_tiles][4], int first_row,
+                                           int rows, int first_col, int from_col, int end_col,
+                                           int line = __builtin_LINE()) {
+  mark(STORE, BEGIN, line, 16 * n_tiles);
+  ::store_part(part, acc, first_row, rows, first_col, from_col, end_col);
+  mark(STORE, END, line, 16 * n_tiles);
 }
 
 template <class Fragments>
@@ -131,6 +151,11 @@ __device__ __forceinline__ void named_barrier_sync(int id, int threads, int line
   mark(MEETING, END, line, id);
 }
 
+__device__ __forceinline__ void named_barrier_arrive(int id, int threads, int line = __builtin_LINE()) {
+  mark(MEETING, POINT, line, id);
+  ::named_barrier_arrive(id, threads);
+}
+
 // These stand in a function that the stage calls (bulk_sums.cuh), whose lines are not the stage's: so line 0.
 __device__ __forceinline__ void bulk_add(float* to, const void* from, int bytes) {
   ::bulk_add(to, from, bytes);
@@ -157,6 +182,8 @@ template <int groups_left> __device__ __forceinline__ void bulk_wait() {
 #define for_both timeline::for_both
 #define round_to_A timeline::round_to_A
 #define store_fragments timeline::store_fragments
+#define seed timeline::seed
+#define store_part timeline::store_part
 #define multiply timeline::multiply
 #define wgmma_dQ timeline::wgmma_dQ
 #define wgmma_dQ_registers timeline::wgmma_dQ_registers
@@ -164,6 +191,7 @@ template <int groups_left> __device__ __forceinline__ void bulk_wait() {
 #define add_fragments timeline::add_fragments
 #define hand_over timeline::hand_over
 #define named_barrier_sync timeline::named_barrier_sync
+#define named_barrier_arrive timeline::named_barrier_arrive
 #define bulk_add timeline::bulk_add
 #define bulk_wait_read timeline::bulk_wait_read
 #define bulk_wait timeline::bulk_wait

@@ -2,7 +2,6 @@
 #pragma once
 #include "both_rows.cuh"
 #include "epilogue.cuh"
-#include "store_panels.cuh"
 #include "timeline.cuh"
 
 namespace timeline {
@@ -42,19 +41,9 @@ __device__ __forceinline__ void store_rows(const FwdParams& p, const float (&O)[
   mark(STORE, END, line, 8 * n_tiles);
 }
 
-template <int n_tiles>
-__device__ __forceinline__ void store_panels(const CUtensorMap& map, ELEMENT* tile,
-                                             const float (&acc)[n_tiles][4], int tile_rows, int tile_row,
-                                             int row, int head, int batch, int line = __builtin_LINE()) {
-  mark(STORE, BEGIN, line, 8 * n_tiles);
-  ::store_panels(map, tile, acc, tile_rows, tile_row, row, head, batch);
-  mark(STORE, END, line, 8 * n_tiles);
-}
-
 }  // namespace timeline
 
 #define softmax_step timeline::softmax_step
 #define maximum_step timeline::maximum_step
 #define exponentials timeline::exponentials
 #define store_rows timeline::store_rows
-#define store_panels timeline::store_panels
