@@ -67,8 +67,12 @@
 //                                        from one to the next through shared memory
 //   stages/bwd_24_exchanged_ds.cuh       two blocks exchange dS: each adds half of the columns of dQ, over
 //                                        the keys of both; clusters
+//   stages/bwd_25_half_tiles.cuh         dO comes in half tiles, three in a ring: one of the next tile's is
+//                                        there while dV reads this tile
 //   stages/bwd_26_hopper_tuned.cuh       (after dq_by_turns) what is left: a block for each query head, order
 //                                        of blocks, early launches, TMA stores
+//   stages/bwd_27_exchanged_tuned.cuh    (after half_tiles) what is left: TMA stores, a cluster for each
+//                                        query head, order of blocks, early launches
 // The lines at a stage's start, and the two functions that it defines, are those of a forward stage.
 #include <cuda_runtime.h>
 #include <math.h>

@@ -35,7 +35,7 @@ THIN = [GRID[n] for n in (0, 2, 4, 6, 8)]
 
 # A side branch, for d > 128: it makes its parent no fork, and takes what rungs in the middle take.
 # test_backward.py and test_masks.py have more of it.
-SIDE_BRANCH = ("consumer_roles", "exchanged_ds")
+SIDE_BRANCH = ("consumer_roles", "exchanged_ds", "half_tiles", "exchanged_tuned")
 
 
 def is_end(stage) -> bool:

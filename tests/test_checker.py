@@ -410,7 +410,7 @@ def derived_backward_bytes(stage: str, N: int, d: int, Br: int, Bc: int) -> int:
         bytes_ = 2 * N * (2 * 2 * d + (2 + 1) * 4)       # O, dO; L, dL; D
         whole = [Br for _ in tiles_of_q]                 # tiles, past row N
         like = dict.fromkeys(("tma", "wgmma", "warp_specialized"), "cp_async")
-        like |= dict.fromkeys(("tma_reduce", "overlap", "seeded", *SIDE_BRANCH), "late_dq")
+        like |= dict.fromkeys(("tma_reduce", "overlap", "seeded", *SIDE_BRANCH[:3]), "late_dq")
         in_order = ["mma", "transposed", "split_warps", "cp_async", "late_dq", "split_heads"]
         name = like.get(stage, stage)
         rung = in_order.index(name) if name in in_order else len(in_order)
@@ -422,9 +422,10 @@ def derived_backward_bytes(stage: str, N: int, d: int, Br: int, Bc: int) -> int:
                 bytes_ += 2 * keys * d * 2 + 2 * (2 * keys * d * 4)
             else:
                 bytes_ += (2 + 2) * keys * d * 2         # K_j, V_j; dK_j, dV_j
-            blocks = 1 + (stage == "exchanged_ds")       # of a cluster: each has K_j of both
-            bytes_ += (blocks - 1) * keys * d * 2
-            bytes_ += blocks * sum(2 * rows * d * 2 for rows in tiles_of_q)      # Q_i, dO_i
+            blocks = 1 + (stage in SIDE_BRANCH[1:])      # of a cluster: each has K_j of both
+            halves = 1 + (stage in SIDE_BRANCH[2:])      # of dO_i: at this d each is all of it
+            bytes_ += (blocks - 1) * (1 + heads) * keys * d * 2
+            bytes_ += blocks * sum((1 + halves) * rows * d * 2 for rows in tiles_of_q)     # Q_i, dO_i
             readers = blocks + (stage == "mma")          # of L_i, D_i
             bytes_ += sum(readers * 2 * rows * 4 for rows in (whole if prepared else tiles_of_q))
             bytes_ += sum(2 * rows * d * 4 for rows in (whole if late else tiles_of_q))  # dQ_i, both ways

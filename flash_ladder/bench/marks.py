@@ -42,7 +42,7 @@ BACKWARD = {"empty": CALLS["empty"] + r"|\bfill\(\w+", "copy": CALLS["copy"] + r
 ELEMENTS = r"\b(?:for_\w+|round_to_A|store_fragments|seed|hand_over|add_fragments)\(\w+(?:, \w+)?"
 # What a backward stage does with the elements of accumulators, by what its text has
 WORK = (("P and dS", r"exp2\((?s:.*)\bdP = "), ("P", r"exp2\("), ("dS", r"\bdP = "),
-        ("sums", r"\batomicAdd\b|\badd_fragments\b"), ("gradients", r"\bstride_n\b"),
+        ("sums", r"\batomicAdd\b|\badd_fragments\b"), ("gradients", r"\bstride_n\b|\bstore_halves\b"),
         ("shared", r"_smem\b"), ("elements", ""))
 # Kinds that go by the name of the lambda they stand in
 OWN_NAME = ("copy", "product", "maximum", "exponential", "softmax", "gradients", "elements")
@@ -153,7 +153,8 @@ def read(buffer: numpy.ndarray, stage: Stage) -> Block:
     for warp in warps:
         count = numpy.count_nonzero(what[warp])
         marks = list(_marks(times[warp, :count].tolist(), what[warp, :count].tolist(), source, arrivals))
-        fills = any(mark.kind == "empty" for mark in marks)
+        kinds = {mark.kind for mark in marks}
+        fills = "empty" in kinds and "product" not in kinds
         lanes[f"producer, warp {warp}" if fills else f"warps {warp} to {warp + WARPGROUP - 1}"] = marks
     if not any(mark.kind == "product" for marks in lanes.values() for mark in marks):
         lanes = {lane: with_mma(marks) for lane, marks in lanes.items()}

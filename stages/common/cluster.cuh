@@ -86,21 +86,25 @@ __device__ __forceinline__ void bulk_send(void* to, const void* from, int bytes,
 
 // cudaLaunchKernelEx(ClusterLaunch(together, blocks, threads, bytes, stream), kernel, arguments) is
 // kernel<<<blocks, threads, bytes, stream>>>(arguments), and so many neighbouring blocks are a cluster.
+// early: an EarlyLaunch (launch.cuh), too.
 struct ClusterLaunch {
-  cudaLaunchAttribute attribute = {};
+  cudaLaunchAttribute attributes[2] = {};
   cudaLaunchConfig_t config = {};
 
-  ClusterLaunch(int together, int blocks, int threads, size_t bytes, cudaStream_t stream) {
-    attribute.id = cudaLaunchAttributeClusterDimension;
-    attribute.val.clusterDim.x = together;
-    attribute.val.clusterDim.y = attribute.val.clusterDim.z = 1;
+  ClusterLaunch(int together, int blocks, int threads, size_t bytes, cudaStream_t stream,
+                bool early = false) {
+    attributes[0].id = cudaLaunchAttributeClusterDimension;
+    attributes[0].val.clusterDim.x = together;
+    attributes[0].val.clusterDim.y = attributes[0].val.clusterDim.z = 1;
+    attributes[1].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    attributes[1].val.programmaticStreamSerializationAllowed = 1;
     config.gridDim = blocks;
     config.blockDim = threads;
     config.dynamicSmemBytes = bytes;
     config.stream = stream;
-    config.attrs = &attribute;
-    config.numAttrs = 1;
+    config.attrs = attributes;
+    config.numAttrs = early ? 2 : 1;
   }
-  ClusterLaunch(const ClusterLaunch&) = delete;      // config points to the attribute
+  ClusterLaunch(const ClusterLaunch&) = delete;      // config points to the attributes
   operator const cudaLaunchConfig_t*() const { return &config; }
 };

@@ -104,9 +104,10 @@ struct Step {                // and the line that asks for it
   __device__ Step(unsigned step, int line = __builtin_LINE()) : step(step), line(line) {}
 };
 
-template <int buffers, int... shape>
-struct Ring : ::Ring<buffers, shape...> {
-  using Unmarked = ::Ring<buffers, shape...>;
+// Of a ring, or one that grew from it
+template <class Unmarked_, int buffers>
+struct MarkedRing : Unmarked_ {
+  using Unmarked = Unmarked_;
   using Unmarked::Unmarked;
 
   __device__ __forceinline__ void init(int warps) const {
@@ -136,6 +137,11 @@ struct Ring : ::Ring<buffers, shape...> {
     wait_until_full(step, line);
     release(step, line);
   }
+};
+
+template <int buffers, int... shape>
+struct Ring : MarkedRing<::Ring<buffers, shape...>, buffers> {
+  using MarkedRing<::Ring<buffers, shape...>, buffers>::MarkedRing;
 };
 
 template <int warpgroups>

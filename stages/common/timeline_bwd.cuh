@@ -6,8 +6,10 @@
 #include "pairs.cuh"
 #include "product.cuh"
 #include "reduce_heads.cuh"
+#include "ring_parts.cuh"
 #include "ring_rows.cuh"
 #include "seed.cuh"
+#include "store_halves.cuh"
 #include "strips.cuh"
 #include "warpgroup_products.cuh"
 #include "timeline.cuh"
@@ -27,6 +29,11 @@ __device__ __forceinline__ void fill(const Ring<buffers, shape...>& ring, const 
   ::fill(unmarked, map, step, row, head, batch, floats, from);
   mark(COPY, POINT, line, (ring.bytes + sizeof(float) * rows[0]) / 16);
 }
+
+template <int buffers, int... shape>
+struct PartRing : MarkedRing<::PartRing<buffers, shape...>, buffers> {
+  using MarkedRing<::PartRing<buffers, shape...>, buffers>::MarkedRing;
+};
 
 // -------------------------------------------------------------------------------- elements
 // What the stage does with them is in its text, which marks.py reads: P, dS, the way to memory. The amount is
@@ -109,6 +116,14 @@ __device__ __forceinline__ void hand_over(uint4* to, const Fragments& A, int lin
   mark(ELEMENTS, END, line, sizeof(A));
 }
 
+template <class Accumulator, class... Where>
+__device__ __forceinline__ void store_halves(const CUtensorMap& map, ELEMENT* tile, Accumulator& first,
+                                             Accumulator& second, Step second_col, Where... where) {
+  mark(ELEMENTS, BEGIN, second_col.line, sizeof(first));
+  ::store_halves(map, tile, first, second, second_col.step, where...);
+  mark(ELEMENTS, END, second_col.line, sizeof(first));
+}
+
 // -------------------------------------------------------------------------------- products
 // By mma.sync: the warp goes on when they are done. The amount is that of four warps.
 template <int unrolled = 4, int strips, int n_tiles, class A_type>
@@ -176,6 +191,7 @@ template <int groups_left> __device__ __forceinline__ void bulk_wait() {
 
 }  // namespace timeline
 
+#define PartRing timeline::PartRing
 #define for_each timeline::for_each
 #define for_each_two timeline::for_each_two
 #define for_each_pair timeline::for_each_pair
@@ -190,6 +206,7 @@ template <int groups_left> __device__ __forceinline__ void bulk_wait() {
 #define mbarrier_wait_for_blocks timeline::mbarrier_wait_for_blocks
 #define add_fragments timeline::add_fragments
 #define hand_over timeline::hand_over
+#define store_halves timeline::store_halves
 #define named_barrier_sync timeline::named_barrier_sync
 #define named_barrier_arrive timeline::named_barrier_arrive
 #define bulk_add timeline::bulk_add
