@@ -10,7 +10,7 @@
 //          d > 128: Br=128 Bc=80; d > 128 and rows < 16384: Br=64 Bc=80
 // limits:  Br % 64 == 0; Br <= 192; Bc % 16 == 0; Bc <= 128
 // shared:  2 * ((3 if d <= 128 and Br * ((d + 63) // 64) <= 256 else 1) * Br + 4 * Bc)
-//          * ((d + 63) // 64 * 64) + 104
+//          * ((d + 63) // 64 * 64) + 128
 // workspace: the number of tiles that blocks have asked for
 // hbm:     4 * B * H * (Tr * N_k * d + N_q * (d + 1))
 // predicted: 1.05x: stores of 4 bytes a lane become a box a warp
@@ -24,6 +24,14 @@
 //   - With N_k of 8192 or more and d > 64, tiles of 192 rows and 80 keys: a third fewer reads of K and V from
 //     L2. Three buffers of 192 rows do not fit, so a tile ends as with d > 128 (H200, bf16, d=128, N=16384:
 //     763 TFLOP/s full, 756 causal, with 128 x 128 751 and 728; at N=4096 causal 558, with 128 x 128 594).
+//   - Between a tile's last softmax and the next tile's first product the consumers divided several times, by
+//     numbers that only the call knows, to find out which tile of which head theirs is. The producer has
+//     divided before them: it hands over all of that (Handed, common/order.cuh), not the tile's number. With
+//     128 rows the consumers have 240 registers: the producer is content with 24, as how many heads go
+//     together is worked out on the CPU. (These two, H100, one run, bf16, N=2048, full: 700 TFLOP/s for 696
+//     at d=128, 744 for 741 at d=256, 516 for 518 at d=64.)
+//   - The kernel starts while clear_kernel ends (EarlyLaunch). The producer waits for it before it asks for
+//     the second tile.
 //
 // Changed from cut_diagonal: these. And it takes a sink, dropout and a V of d_v < d columns: V's map has d_v
 // columns, so the engine fills up with zeros, and O's map has them, so it stores no more.
@@ -46,7 +54,7 @@
 constexpr int d = HEAD_DIM;
 constexpr int Br = BLOCK_R, Bc = BLOCK_C;
 constexpr int warps = Br / 16, threads = 32 * warps + 128;               // consumers; and the producer's
-constexpr int producer_registers = Br <= 128 ? 40 : 32, consumer_registers = Br <= 128 ? 232 : 160;
+constexpr int producer_registers = Br == 128 ? 24 : 32, consumer_registers = Br <= 128 ? 240 : 160;
 constexpr float slack = d > 64 ? 8.f : 0.f;                              // how far scores may pass m, base 2
 constexpr int pitch = panel * panels;      // elements in shared memory for a row of a tile
 constexpr bool seamless = d <= 128 && Br * pitch <= 128 * 128;    // two buffers of Q and one of O fit; else O
@@ -59,10 +67,9 @@ __global__ void clear_kernel(int* asked_for) { *asked_for = 0; }
 
 // Line numbers are those of Algorithm 1.
 __global__ void __launch_bounds__(threads, 1) forward_kernel(
-    FwdParams p, const __grid_constant__ CUtensorMap Q_map, const __grid_constant__ CUtensorMap K_map,
-    const __grid_constant__ CUtensorMap V_map, const __grid_constant__ CUtensorMap O_map) {
+  FwdParams p, const __grid_constant__ CUtensorMap Q_map, const __grid_constant__ CUtensorMap K_map,
+  const __grid_constant__ CUtensorMap V_map, const __grid_constant__ CUtensorMap O_map, int heads_together) {
   const int Tr = ceil_div(p.N_q, Br), heads = p.B * p.H, all = Tr * heads;         // lines 1, 2
-  const int heads_together = CAUSAL ? heads_in_L2(heads, p.N_k, sizeof(ELEMENT) * d, p.H / p.H_kv) : 1;
   const int warp = warp_index(), lane = threadIdx.x % 32;
   const float c = exponent_scale(p.scale);
 
@@ -72,7 +79,7 @@ __global__ void __launch_bounds__(threads, 1) forward_kernel(
   const Ring<2, Bc> K_smem(smem + Q_buffers * Br * pitch, barriers + 4);
   const Ring<2, Bc> V_smem(K_smem.tiles + 2 * Bc * pitch, K_smem.full + 4);
   ELEMENT* O_smem = seamless ? V_smem.tiles + 2 * Bc * pitch : smem;      // Br x d, in panels
-  int* next_smem = reinterpret_cast<int*>(barriers + 12);     // the number of the tile that comes with Q_i
+  Handed* handed = reinterpret_cast<Handed*>(barriers + 12);              // for each buffer of Q_i
   Q_smem.init(warps);
   K_smem.init(warps);
   V_smem.init(warps);
@@ -84,8 +91,8 @@ __global__ void __launch_bounds__(threads, 1) forward_kernel(
     int V_row = 0, V_head = 0, V_batch = 0;      // of the V before, which has not been asked for
     for (int n = 0, step = 0, next = blockIdx.x;; n++) {                 // line 3
       Q_smem.wait_until_empty(n);
-      next_smem[n % Q_buffers] = next;
       if (next >= all) {                    // the consumers end, too
+        handed[n % Q_buffers] = {{-1}};
         mbarrier_arrive(Q_smem.full + n % Q_buffers);
         if (seamless) V_smem.fill(V_map, step - 1, V_row, V_head, V_batch);
         return;
@@ -93,7 +100,9 @@ __global__ void __launch_bounds__(threads, 1) forward_kernel(
       const Work work = dispatch_order(Tr, heads, heads_together, next);
       const int i = Tr - 1 - work.tile, b = work.bh / p.H, h = work.bh % p.H, h_kv = h / (p.H / p.H_kv);
       const auto tiles = Mask(p, b, h).key_tiles(i);
+      handed[n % Q_buffers] = {work, b, h};
       Q_smem.fill(Q_map, n, i * Br, h, b);                               // line 4
+      if (n == 0) wait_for_previous_kernel();                            // clear_kernel
       next = all > gridDim.x ? gridDim.x + atomicAdd(static_cast<int*>(p.workspace), 1) : all;
       for (int t = 0; t < max(tiles.end, 1); t++, step++) {              // line 7: K_j, then the V before
         K_smem.fill(K_map, step, tiles[t] * Bc, h_kv, b);
@@ -122,28 +131,26 @@ __global__ void __launch_bounds__(threads, 1) forward_kernel(
 
   // m and l of this lane's two rows; l: the sum over its columns only, until the end
   float m[2], l[2], inv_l[2], alpha[2], shift[2];
-  Work work = {};
   auto first_row = [&](const Work& work) { return (Tr - 1 - work.tile) * Br + 16 * warp; };   // of this warp
-  auto wait_for_Q = [&](unsigned n) {       // returns its tile's number
+  auto wait_for_Q = [&](unsigned n) {       // returns what came with it
     Q_smem.wait_until_full(n);
-    return __shfl_sync(0xffffffff, lane == 0 ? next_smem[n % Q_buffers] : 0, 0);
+    const Handed work = lane == 0 ? handed[n % Q_buffers] : Handed{};
+    return Handed{{of_lane_0(work.tile), of_lane_0(work.bh)}, of_lane_0(work.b), of_lane_0(work.h)};
   };
-  auto store = [&](const Work& work) {
+  auto store = [&](const Handed& work) {
     rescale(O_reg, inv_l);                                               // line 12
-    store_panels(O_map, O_smem, O_reg, Br, 16 * warp, first_row(work), work.bh % p.H, work.bh / p.H);
+    store_panels(O_map, O_smem, O_reg, Br, 16 * warp, first_row(work), work.h, work.b);
     if (!seamless && lane == 0) bulk_wait_read<0>();
   };
   bool is_left = false;                     // P V of the last step of the tile before
-  for (unsigned n = 0, step = 0, last = 0, next = wait_for_Q(0); next < all; n++) { // line 3
-    const Work before = work;
-    work = dispatch_order(Tr, heads, heads_together, next);
+  Handed before = {}, work = wait_for_Q(0), next;
+  for (unsigned n = 0, step = 0, last = 0; work.tile >= 0; n++, before = work, work = next) {    // line 3
     const int warp_row = first_row(work);
-    const Mask mask(p, work.bh / p.H, work.bh % p.H);
+    const Mask mask(p, work.b, work.h);
     const auto tiles = mask.key_tiles(Tr - 1 - work.tile);
     const int end = max(tiles.end, 1);
     const auto needed = mask.needed<half_cols>(end, first_row(work) / 64 * 64 + 63);  // by this warpgroup
-    const float m_0 = SINK ? LOG2_E * p.sink[work.bh % p.H] : -INFINITY, l_0 = SINK && lane % 4 == 0;
-    for (int r = 0; r < 2; r++) m[r] = m_0, l[r] = l_0;
+    for (int r = 0; r < 2; r++) m[r] = SINK ? LOG2_E * p.sink[work.h] : -INFINITY, l[r] = SINK && !(lane % 4);
     auto maximum = [&](auto& S, int t) {                                 // line 9
       const bool cut = t >= tiles.cut;
       if (NEGATIVE_SCALE) for_each(S, [](float& x, int, int) { x = -x; });
@@ -203,7 +210,7 @@ __global__ void __launch_bounds__(threads, 1) forward_kernel(
     step += end;
     store_L(p, m, l, inv_l, work.bh, warp_row);                          // lines 13, 15
     if (seamless) next = wait_for_Q(n + 1);
-    is_left = seamless && next < all;
+    is_left = seamless && next.tile >= 0;
     if (!is_left) {
       multiply_O(last);
       wgmma_wait<0>();
@@ -226,10 +233,12 @@ cudaError_t launch(const FwdParams& p, cudaStream_t stream) {
   if (error == cudaSuccess) error = make_tensor_map(V_map, p.V, p.B, p.H_kv, p.N_k, d_v, Bc);
   if (error == cudaSuccess) error = make_tensor_map(O_map, p.O, p.B, p.H, p.N_q, d_v, 16);
   if (error != cudaSuccess) return error;
-  const size_t bytes = sizeof(ELEMENT) * tile_rows * pitch + 13 * sizeof(uint64_t);
+  const size_t bytes = sizeof(ELEMENT) * tile_rows * pitch + 16 * sizeof(uint64_t);
   allow_shared_memory(forward_kernel, bytes);
   const int tiles = p.B * p.H * ceil_div(p.N_q, Br), blocks = min(tiles, multiprocessors());
   if (blocks < tiles) clear_kernel<<<1, 1, 0, stream>>>(static_cast<int*>(p.workspace));
-  forward_kernel<<<blocks, threads, bytes, stream>>>(p, Q_map, K_map, V_map, O_map);
+  const int heads_together = CAUSAL ? heads_in_L2(p.B * p.H, p.N_k, sizeof(ELEMENT) * d, p.H / p.H_kv) : 1;
+  cudaLaunchKernelEx(EarlyLaunch(blocks, threads, bytes, stream, blocks < tiles), forward_kernel, p, Q_map,
+                     K_map, V_map, O_map, heads_together);
   return cudaGetLastError();
 }

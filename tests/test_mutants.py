@@ -96,8 +96,7 @@ MUTANTS = [
        lambda m: f"{m[1]}, h, b)" if m[1] else "V_head = h") for stage in BY_TMA),
     *((stage, "K of Q's head", r"((load_panels\(K_smem|K_smem\.fill).*), h_kv, b\)", r"\1, h, b)")
       for stage in BY_TMA),
-    ("hopper_tuned", "O of another head", r"work\.bh % p\.H, work\.bh / p\.H\)",
-     "(work.bh + 1) % p.H, work.bh / p.H)"),
+    ("hopper_tuned", "O of another head", r"work\.h, work\.b\)", "(work.h + 1) % p.H, work.b)"),
     ("naive", "O past its end", r"row >= p.N_q \|\| k >= d", "k >= d"),
     ("tiled", "O past its end", r"row < p.N_q && k < d", "k < d"),
     ("online_softmax", "O past its end", r"if \(row >= p.N_q\) continue;", ""),

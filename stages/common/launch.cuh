@@ -19,13 +19,14 @@ inline int multiprocessors() {
 // kernel<<<blocks, threads, bytes, stream>>>(arguments), but the kernel may start before the one in front of
 // it in the stream has ended (programmatic dependent launch, CUDA C++ Programming Guide): when all blocks of
 // that one have ended, or have called start_next_kernel(). So it must call wait_for_previous_kernel() before
-// it touches what another kernel uses (ptx.cuh). Before sm_90 it is a launch as any other.
+// it touches what another kernel uses (ptx.cuh). Before sm_90, and if not `early`, it is a launch as
+// any other.
 // Introduced by: forward stage 18, split_kv.
 struct EarlyLaunch {
   cudaLaunchAttribute attribute = {};
   cudaLaunchConfig_t config = {};
 
-  EarlyLaunch(int blocks, int threads, size_t bytes, cudaStream_t stream) {
+  EarlyLaunch(int blocks, int threads, size_t bytes, cudaStream_t stream, bool early = true) {
     attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
     attribute.val.programmaticStreamSerializationAllowed = 1;
     config.gridDim = blocks;
@@ -34,7 +35,7 @@ struct EarlyLaunch {
     config.stream = stream;
     config.attrs = &attribute;
     constexpr int compiled_for[] = {__CUDA_ARCH_LIST__};       // 900 for sm_90; of several, the oldest first
-    config.numAttrs = compiled_for[0] >= 900;
+    config.numAttrs = early && compiled_for[0] >= 900;
   }
   EarlyLaunch(const EarlyLaunch&) = delete;      // config points to the attribute
   operator const cudaLaunchConfig_t*() const { return &config; }
