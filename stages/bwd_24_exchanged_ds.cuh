@@ -69,8 +69,8 @@ __device__ __forceinline__ void add_dQ(const BwdParams& p, const Workspace& w, i
                                        const ELEMENT* peer_dST_smem, uint64_t* peer_dS_full) {
   const int warp_row = warp_index() % 4 * 16, group = p.H / p.H_kv, Tr = ceil_div(p.N_q, Br);
   const int rank = cluster_rank(), first_col = rank * second;
-  const uint32_t K_columns = matrix_at(K_smem.tiles + first_col * Bc, 128 * Bc);
-  const uint32_t peer_K_columns = matrix_at(peer_K_smem.tiles + first_col * Bc, 128 * Bc);
+  const uint32_t K_columns = matrix_at<2>(K_smem.tiles + first_col * Bc, 128 * Bc);
+  const uint32_t peer_K_columns = matrix_at<2>(peer_K_smem.tiles + first_col * Bc, 128 * Bc);
   K_smem.wait_until_full(0);
   peer_K_smem.wait_until_full(0);
   int n = 0;                                // tiles so far
@@ -160,10 +160,10 @@ __global__ void __launch_bounds__(threads, 1) backward_kernel(
   setmaxnreg_inc<consumer_registers>();
 
   // What wgmma reads: K_j and V_j; Q_i and dO_i in buffer 0, both ways
-  const uint32_t K_tile = matrix_at(K_smem.tiles), V_tile = matrix_at(V_smem.tiles);
-  const uint32_t Q_tile = matrix_at(Q_smem.tiles), dO_tile = matrix_at(dO_smem.tiles);
-  const uint32_t Q_columns = matrix_at(Q_smem.tiles, 128 * Br), Q_second = Q_columns + second * Br / 8;
-  const uint32_t dO_columns = matrix_at(dO_smem.tiles, 128 * Br), dO_second = dO_columns + second * Br / 8;
+  const uint32_t K_tile = matrix_at<2>(K_smem.tiles), V_tile = matrix_at<2>(V_smem.tiles);
+  const uint32_t Q_tile = matrix_at<2>(Q_smem.tiles), dO_tile = matrix_at<2>(dO_smem.tiles);
+  const uint32_t Q_columns = matrix_at<2>(Q_smem.tiles, 128 * Br), Q_second = Q_columns + second * Br / 8;
+  const uint32_t dO_columns = matrix_at<2>(dO_smem.tiles, 128 * Br), dO_second = dO_columns + second * Br / 8;
 
   float first_reg[columns / 8][4] = {}, second_reg[columns / 8][4] = {};         // line 7: of dV, or of dK
 

@@ -9,8 +9,8 @@
 // commits the copies, and has to wait for them in the end.
 template <int n_tiles>
 __device__ __forceinline__ void store_panels(
-    const CUtensorMap& map, ELEMENT* tile, const float (&acc)[n_tiles][4], int tile_rows, int tile_row, int row,
-    int head, int batch, int first_col = 0, int from_col = 0) {
+    const CUtensorMap& map, ELEMENT* tile, const float (&acc)[n_tiles][4], int tile_rows, int tile_row,
+    int row, int head, int batch, int first_col = 0, int from_col = 0) {
   const int lane = threadIdx.x % 32;
   if (lane == 0) bulk_wait_read<0>();       // the last ones have left these rows
   __syncwarp();

@@ -62,16 +62,24 @@ extern "C" void* sim_shared_static(const void* identity, const char* name, const
   return w.shared + offset;
 }
 
-// Shared memory has 32-bit addresses of its own, which some instructions take: offsets in the arena.
+// Shared memory has 32-bit addresses of its own, which some instructions take: offsets in the arena, and in a
+// cluster the block's rank from bit 24 on, as nvcc makes them for sm_90a.
+constexpr int RANK_BIT = 24;
+
+static uint32_t own_addresses() {
+  return worker->cluster ? uint32_t(worker->rank) << RANK_BIT : 0;
+}
+
 extern "C" uint32_t sim_shared_address(const void* p, const char* file, int line) {
   const size_t offset = static_cast<const char*>(p) - worker->shared;
   if (offset >= ARENA_BYTES)
     fail("__cvta_generic_to_shared: this is no address of shared memory", {file, line});
-  return uint32_t(offset);
+  return own_addresses() | uint32_t(offset);
 }
 
 extern "C" void* sim_shared_pointer(const char* name, uint32_t address, size_t bytes, const char* file,
                                     int line) {
+  address -= own_addresses();
   if (address + bytes > (worker->launch->checked ? ARENA_BYTES : SHARED_MEMORY_PER_BLOCK))
     fail(std::string(name) + ": the address " + std::to_string(address) + " lies outside of shared memory",
          {file, line});
