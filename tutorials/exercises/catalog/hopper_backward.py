@@ -14,7 +14,7 @@ BACKWARD = Calls((Case(1, 2, 2, 192, 128, 64, False, None, 1), Case(1, 2, 1, 139
                  Case(1, 2, 1, 256, 128, 64, False, None, 13), Case(1, 1, 1, 192, 128, 64, False, None, 7))
 
 # ------------------------------------------------------------------------------------ 44
-LEFT = "    if (lane == 0) bulk_wait_read<0>();     // the last ones have left\n"
+LEFT = "    if (lane == 0 && !has_room) bulk_wait_read<0>();     // the last ones have left\n"
 FENCE = "    fence_proxy_async();\n    __syncwarp();\n    const int from"
 ASK = "    if (lane == 0 && from < to) {\n"
 COMMIT = "      bulk_commit();\n"
@@ -47,9 +47,10 @@ UNDER_DS = Probe(
     "there, and it was not under way. Issue dV; then wait for dP^T only.", finding="accumulator")
 
 # ------------------------------------------------------------------------------------ 46
-C = "const float c = Mask::scores ? 1.f : copysignf(fmaxf(fabsf(scale2), 1e-18f), scale2);"
-L_SEED = "seed(S_reg, -1.f / c, L_i);"
-D_SEED = "seed(dP_reg, -1.f, D_i);"
+C = "Mask::scores ? 1.f : copysignf(fmaxf(fabsf(c), 1e-18f), c);"
+BASE = "const float c = scale * LOG2_E;"
+L_SEED = "w.times_L = -1.f / factor_of_S(scale);"
+D_SEED = "w.times_D = -1.f;"
 EXP = "const float P = fast_exp2(c * x);"
 SEEDS = replace(BACKWARD, cases=(
     *BACKWARD.cases, Case(1, 2, 1, 101, 70, 64, False, -0.3, 4), Case(1, 1, 1, 75, 40, 64, False, 1e-38, 5),
@@ -67,7 +68,8 @@ for. Write its body: put the fragments first, first + 1, ... (less than n_tiles)
 engine add them to dQ, without waiting for that.
 
 In staging a fragment has 32 float4, one for each lane: element x of lane's float4 is acc[n][x]. Fragments
-follow each other, from fragment `first` at its beginning. In dQ it is the same, so one piece is one copy:
+follow each other, from fragment `first` at its beginning. The copy before may still read it, unless has_room
+says that it need not be waited for (this stage never does). In dQ it is the same, so one piece is one copy:
 
   const int from = max(col + 8 * first, first_col), to = min(col + 8 * (first + staged), HEAD_DIM);
 
@@ -88,8 +90,8 @@ After the kernel's last tile lane 0 of each warp calls bulk_wait<0>(): so let la
             "asks. What stands between two of them, if one lane does the one and 32 the other?",
             "The staging is free when the copy before has read it. Whether HBM has the sums is of no "
             "interest here: which of the two waits is enough? And who must wait: who has asked.",
-            "if (lane == 0) wait; __syncwarp(); stores; fence_proxy_async() by all lanes; __syncwarp(); "
-            "if (lane == 0 && from < to) { bulk_add(...); bulk_commit(); }"),
+            "if (lane == 0 && !has_room) wait; __syncwarp(); stores; fence_proxy_async() by all lanes; "
+            "__syncwarp(); if (lane == 0 && from < to) { bulk_add(...); bulk_commit(); }"),
         mutants=(
             wrong("no fence", r"^proxy fence.*an engine, which may not see that yet",
                   (FENCE, FENCE.replace("    fence_proxy_async();\n", "")), right_on_randn=True),
@@ -158,46 +160,54 @@ tile, L and D included, which lie with Q and dO.
         number=46, name="seeds", title="A product that subtracts", lesson="14", direction="bwd",
         stage="seeded",
         sections=("c, and how a row of statistics becomes an accumulator", "what S and dP start from",
-                  "P of it"), tiles=TILES, own_calls=SEEDS,
+                  "P of it"), common=("seed.cuh",), tiles=TILES, own_calls=SEEDS,
         specification="""
 P = 2^(scale2 * S - L), with S = Q K^T, L in base 2 and scale2 = scale * log2(e); dS = P (dP - D). wgmma adds
 to its accumulator. Let S and dP start from such numbers that after the products nothing is left to subtract:
-P = 2^(c * S) and dS = P * dP.
+P = 2^(c * S) and dS = P * dP. prepare_kernel writes these numbers for each query, ahead of the main kernel:
+w.times_L times L and w.times_D times D. Both factors are 1 if nobody sets them.
 
-First blank: `const float c`, and a lambda seed(acc, factor, row), which sets an accumulator
-float (&acc)[Br / 8][4] to factor times row[col], col being the query of the element, 0 to Br - 1. S^T has
-keys for rows, so both rows of a lane start from the same numbers.
+First blank: three functions of stages/common/seed.cuh.
+
+  __host__ __device__ inline float factor_of_S(float scale)      c
+  inline void prepare_seeds(Workspace& w, float scale)           sets w.times_L and w.times_D
+  template <int n_tiles>
+  __device__ __forceinline__ void seed(float (&acc)[n_tiles][4], const float* row)
 
 c is scale2, with its sign, but with a size of 1e-18 at least: L / c must not be infinite (and c not 0). In a
-mask that changes scores (Mask::scores) S is needed as it is, and c is 1.
+mask that changes scores (Mask::scores) S is needed as it is: then c is 1, and L stays as it is, too.
+
+seed() sets each element of an accumulator to row[col], col being its query, 0 to 8 * n_tiles - 1. S^T has
+keys for rows, so both rows of a lane start from the same numbers.
 
 Second blank: seed dP_reg from D_i, and S_reg from L_i, S_reg only if the mask does not change scores.
 
 Third blank: `const float P` of the accumulator's element x.
 
-Given: L_i and D_i in shared memory, Br floats each, L_i in base 2 and infinite in rows that count for
-nothing. for_each_two(one_strip(acc), [&](float& x, float& y, int, int col) { ... }) goes over pairs of
-neighbours, in columns col and col + 1. Write each as x = pinned(...): a move to a register of its own, which
-the compiler does not put off. fast_exp2(x) is 2^x.
+Given: L_i and D_i in shared memory, Br floats each, as prepare_kernel has written them; L is infinite in rows
+that count for nothing. LOG2_E is log2(e). for_each_two(one_strip(acc), [&](float& x, float& y, int, int col)
+{ ... }) goes over pairs of neighbours, in columns col and col + 1. Write each as x = pinned(...): a move to a
+register of its own, which the compiler does not put off. fast_exp2(x) is 2^x.
 """,
         hints=(
             "c * (S + seed) = scale2 * S - L: solve for the seed.",
             "copysignf(size, sign), fmaxf and fabsf make c. Two neighbours of L_i or D_i are one float2.",
-            "seed(S_reg, -1.f / c, L_i), seed(dP_reg, -1.f, D_i), and P = fast_exp2(c * x)."),
+            "times_L is -1.f / factor_of_S(scale), times_D is -1.f; seed(S_reg, L_i), seed(dP_reg, D_i), and "
+            "P = fast_exp2(c * x)."),
         mutants=(
             wrong("c without a least size", r"^wrong result.*scale=1e-38",
-                  (C, "const float c = Mask::scores ? 1.f : scale2;"), right_on_randn=True),
+                  (C, "Mask::scores ? 1.f : c;"), right_on_randn=True),
             wrong("c without its sign", r"^wrong result.*scale=-0.3",
-                  (C, "const float c = Mask::scores ? 1.f : fmaxf(scale2, 1e-18f);"), right_on_randn=True),
+                  (C, "Mask::scores ? 1.f : fmaxf(c, 1e-18f);"), right_on_randn=True),
             wrong("L is added", r"^wrong result", (L_SEED, L_SEED.replace("-1.f", "1.f"))),
-            wrong("L is not divided by c", r"^wrong result", (L_SEED, L_SEED.replace(" / c", ""))),
+            wrong("L is not divided by c", r"^wrong result", (L_SEED, "w.times_L = -1.f;")),
             wrong("D is added", r"^wrong result.*D", (D_SEED, D_SEED.replace("-1.f", "1.f"))),
-            wrong("dP starts from 0", r"^wrong result.*D is left out", (D_SEED, "seed(dP_reg, 0.f, D_i);")),
-            wrong("D is divided by c, too", r"^wrong result", (D_SEED, D_SEED.replace("-1.f", "-1.f / c"))),
+            wrong("dP starts from 0", r"^wrong result.*D is left out", (D_SEED, "w.times_D = 0.f;")),
+            wrong("D is divided by c, too", r"^wrong result",
+                  (D_SEED, "w.times_D = -1.f / factor_of_S(scale);")),
             wrong("2^x without c", r"^wrong result", (EXP, "const float P = fast_exp2(x);")),
-            wrong("base e", r"^wrong result",
-                  (C, C.replace("scale2), 1e", "p.scale), 1e").replace("), scale2)", "), p.scale)"))),
+            wrong("base e", r"^wrong result", (BASE, "const float c = scale;")),
             wrong("neighbours share a number", r"^wrong result",
-                  ("y = pinned(factor * two.y);", "y = pinned(factor * two.x);")),
+                  ("y = pinned(two.y);", "y = pinned(two.x);")),
         )),
 ]
