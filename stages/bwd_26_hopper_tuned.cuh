@@ -41,7 +41,7 @@
 //
 // HBM traffic without caches (hbm, above): as in ordered_dq.
 //
-// Changed from dq_by_turns: these. At d = 256 up to 32 bytes a thread are spilled, at d = 64, causal, 24.
+// Changed from dq_by_turns: these. At d = 256 up to 40 bytes a thread are spilled, at d = 64, causal, 20.
 #pragma once
 #include "common/bulk_sums.cuh"
 #include "common/drop_transposed.cuh"
