@@ -16,6 +16,7 @@ sys.path.insert(0, str(ROOT))
 import decode  # noqa: E402
 import dropout  # noqa: E402
 import headers  # noqa: E402
+import hopper  # noqa: E402
 import masks  # noqa: E402
 import models  # noqa: E402
 import varlen  # noqa: E402
@@ -126,6 +127,26 @@ def host() -> str:
     origins = [f"{tuple(data['shape'])}, {data['dtype']}; {data['device']}; {data['date']}" for data in found]
     return "\n\n".join([*parts, f"(B, H, N, d) = {'. And '.join(origins)}. By `python results/host.py`. "
                                  "Without a kernel: in its place is a function that returns at once."])
+
+
+def beside_libraries() -> str:
+    """What calls take on Hopper beside the best libraries, on each GPU that it was measured on."""
+    parts = []
+    for file in sorted(RESULTS.glob("*/hopper.json")):
+        data = json.loads(file.read_text())
+        names = dict.fromkeys(row["name"] for row in data["rows"])
+        rows = sorted(data["rows"], key=lambda row: row["case"] != "large")
+        heads = [*(hopper.LABELS.get(name, name) for name in names), "of the best"]
+        lines = [f"| shape | {' | '.join(heads)} |", "|---|" + "---:|" * len(heads)]
+        for shape, each in hopper.by_shape(rows).items():
+            tflops = {row["name"]: row["tflops"] for row in each}
+            ours = next(name for name in tflops if name not in hopper.LABELS)
+            cells = [f"{tflops[name]:.0f}" if tflops.get(name) else "-" for name in names]
+            lines.append(f"| {shape} | {' | '.join(cells)} | {hopper.ratio(each, ours):.2f} |")
+        origin = (f"TFLOP/s, by turns; {data['device']}; {data['date']}, by `python results/hopper.py`. The last "
+                  "column: the best library's time over that of the stage.")
+        parts.append("\n".join([*lines, "", origin]))
+    return "\n\n".join(parts)
 
 
 def rungs() -> str:
@@ -372,8 +393,8 @@ def lessons() -> str:
 
 PARTS = ("ladder", "speed", "lessons", "host", "rungs", "results", "backward", "ratios", "long", "results16",
          "backward16", "ratios16", "measured_masks", "measured_dropout", "measured_varlen", "measured_decode",
-         "measured_models", "finding", "traffic", "counts", "conflicts", "planted_bugs", "stage_mutants",
-         "sampled_mutants", "timelines", "backward_timelines")
+         "measured_models", "beside_libraries", "finding", "traffic", "counts", "conflicts", "planted_bugs",
+         "stage_mutants", "sampled_mutants", "timelines", "backward_timelines")
 
 
 def updated(texts: dict[str, str]) -> dict[str, str]:

@@ -47,9 +47,9 @@ __device__ __forceinline__ int warp_index() { return __shfl_sync(0xffffffff, thr
 // lanes, and works them out there. (Without it two moves stood before each product, R2UR. With it, and Q
 // given back sooner, hopper_tuned had 1.5 to 5 % more: H200, 12 shapes.)
 //
-// In a cluster, of so many blocks, an address has the block's rank, too, from bit 24 on. It must not come into
-// LBO. (On an H100 dK and dV of every second block were wrong, and dQ right: its n of 64 needs no LBO. Without
-// a cluster the instruction is left out: ptxas serialises products of hopper_tuned for it.)
+// In a cluster, of so many blocks, an address has the block's rank, too, from bit 24 on. It must not come
+// into LBO. (On an H100 dK and dV of every second block were wrong, and dQ right: its n of 64 needs no LBO.
+// Without a cluster the instruction is left out: ptxas serialises products of hopper_tuned for it.)
 template <int blocks_together = 1>
 __device__ __forceinline__ uint32_t matrix_at(const ELEMENT* tile, int leading_bytes = 16) {
   const uint32_t address = shared_address(tile) & (blocks_together > 1 ? 0x3ffffu : ~0u);
