@@ -143,8 +143,8 @@ def beside_libraries() -> str:
             ours = next(name for name in tflops if name not in hopper.LABELS)
             cells = [f"{tflops[name]:.0f}" if tflops.get(name) else "-" for name in names]
             lines.append(f"| {shape} | {' | '.join(cells)} | {hopper.ratio(each, ours):.2f} |")
-        origin = (f"TFLOP/s, by turns; {data['device']}; {data['date']}, by `python results/hopper.py`. The last "
-                  "column: the best library's time over that of the stage.")
+        origin = (f"TFLOP/s, by turns; {data['device']}; {data['date']}, by `python results/hopper.py`. The "
+                  "last column: the best library's time over that of the stage.")
         parts.append("\n".join([*lines, "", origin]))
     return "\n\n".join(parts)
 

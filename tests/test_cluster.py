@@ -107,3 +107,22 @@ def test_traffic_of_a_multicast(device):
     assert report.traffic()["x"].read == x.nbytes
     written = [a.bytes for a in report.accesses if a.kind == "tma write"]
     assert sum(written) == 2 * x.nbytes
+
+
+@simulator_only
+def test_a_blocks_rank_is_in_its_addresses(device, tmp_path):
+    """As on an H100: where it comes into descriptors, dV of every second block is wrong, and dQ right, whose
+    operands are one panel wide."""
+    stage = next(s for s in flash.stages("bwd") if s.name == "exchanged_ds")
+    mutant = tmp_path / "bwd_24_exchanged_ds.cuh"
+    mutant.write_text(stage.path.read_text().replace("matrix_at<2>(", "matrix_at("))
+    q, k, v, do = (torch.randn(1, 1, N, 256, generator=torch.Generator().manual_seed(seed)).bfloat16()
+                   for seed, N in enumerate((64, 128, 128, 64)))
+    found = []
+    for backward in (stage, mutant):
+        x = [tensor.clone().requires_grad_() for tensor in (q, k, v)]
+        found.append(torch.autograd.grad(flash.attention(*x, backward=backward), x, do))
+    (dq, dk, dv), wrong = found
+    assert torch.equal(wrong[0], dq) and torch.equal(wrong[2][:, :, :64], dv[:, :, :64])
+    assert not torch.equal(wrong[1][:, :, 64:], dk[:, :, 64:])
+    assert not torch.equal(wrong[2][:, :, 64:], dv[:, :, 64:])
