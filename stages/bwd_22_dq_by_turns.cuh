@@ -139,10 +139,8 @@ __global__ void __launch_bounds__(threads, 1) backward_kernel(
       float S_reg[Br / 8][4], dP_reg[Br / 8][4];
       Q_smem.wait_until_full(n);
       dO_smem.wait_until_full(n);
-      // --- what S and dP start from
       if (!Mask::scores) seed(S_reg, L_i);
       seed(dP_reg, D_i);
-      // ---
       wgmma_QK<width / 16>(S_reg, K_tile, Bc, Q_tile + buffer, !Mask::scores);
       wgmma_QK<width / 16>(dP_reg, V_tile, Bc, dO_tile + buffer, true);
       wgmma_wait<1>();                    // dP^T goes on
@@ -156,9 +154,7 @@ __global__ void __launch_bounds__(threads, 1) backward_kernel(
         });
       }
       for_each(S_reg, [&](float& x, int r, int col) {                      // line 11: P_ij; without a branch
-        // --- P of it
         const float P = fast_exp2(c * x);
-        // ---
         x = mask.sees(i * Br + col, j * Bc + first_key + r) ? P : 0.f;
       });
       uint32_t P_frag[Br / 16][4], dS_frag[Br / 16][4];
@@ -177,13 +173,10 @@ __global__ void __launch_bounds__(threads, 1) backward_kernel(
       wgmma_PV(dK_reg, dS_frag, Q_columns + buffer);                     // line 16: + dS_ij^T Q_i
       wgmma_wait<1>();                    // dV is there, dK goes on
       const bool makes_dQ = by_turns ? n % turns == warp / 4 : warp < dQ_warps;
-      // --- whoever makes dQ waits until all of dS is there
       if (by_turns && !makes_dQ)
         named_barrier_arrive(1 + n % turns, 32 * warps);
       else
         named_barrier_sync(1 + n % turns, 32 * warps);
-      // ---
-      __syncwarp();                       // no lane reads L_i and D_i any more
       dO_smem.release(n);
 
       if (!makes_dQ) {

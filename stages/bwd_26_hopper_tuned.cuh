@@ -203,7 +203,6 @@ __global__ void __launch_bounds__(threads, 1) backward_kernel(
       named_barrier_arrive(1 + n % turns, 32 * warps);
     else
       named_barrier_sync(1 + n % turns, 32 * warps);         // all of dS is there
-    __syncwarp();                         // no lane reads L_i and D_i any more
     dO_smem.release(n);
 
     if (!makes_dQ) {

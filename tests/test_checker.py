@@ -410,7 +410,7 @@ def derived_backward_bytes(stage: str, N: int, d: int, Br: int, Bc: int) -> int:
         bytes_ = 2 * N * (2 * 2 * d + (2 + 1) * 4)       # O, dO; L, dL; D
         whole = [Br for _ in tiles_of_q]                 # tiles, past row N
         like = dict.fromkeys(("tma", "wgmma", "warp_specialized"), "cp_async")
-        like |= dict.fromkeys(("tma_reduce", "overlap", "seeded", *SIDE_BRANCH[:3]), "late_dq")
+        like |= dict.fromkeys(("tma_reduce", "overlap", "seeded", "dq_by_turns", *SIDE_BRANCH[:3]), "late_dq")
         in_order = ["mma", "transposed", "split_warps", "cp_async", "late_dq", "split_heads"]
         name = like.get(stage, stage)
         rung = in_order.index(name) if name in in_order else len(in_order)

@@ -23,7 +23,7 @@ needs_nvcc = pytest.mark.skipif(NVCC is None, reason=WHY_NOT)
 # Bytes that are spilled for marks: by the producer, which has 24 registers; and where d is not 128
 SPILLED = {"seamless": 8, "early_wait": 8, "hopper_tuned": 16}
 NOT_IN_FLIGHT = (("fwd", "lazy_rescale"), ("fwd", "cut_diagonal"), ("fwd", "hopper_tuned"), ("bwd", "seeded"))
-SPILLED_BACKWARD = {("seeded", 64): 12, ("dq_by_turns", 64): 64, ("hopper_tuned", 64): 68,
+SPILLED_BACKWARD = {("seeded", 64): 12, ("dq_by_turns", 64): 64, ("hopper_tuned", 64): 64,
                     ("overlap", 256): 44, ("exchanged_ds", 256): 64}
 
 
@@ -513,7 +513,7 @@ def test_warpgroups_of_a_stage_of_ones_own_meet_at_an_mbarrier(tmp_path):
     assert any(span[3] == "mbarrier_wait" for span in own["spans"])
 
 
-@pytest.mark.parametrize("name", [name for name, stage in BACKWARD.items() if not 23 <= stage.number <= 25])
+@pytest.mark.parametrize("name", [name for name, stage in BACKWARD.items() if stage.number not in (23, 24, 25, 27)])
 def test_each_backward_stage_in_a_small_shape(name):
     """Two heads of queries share one of keys, causal: five products a tile that some row sees, all of dS
     through shared memory, dQ added once, by the warps or by the copy engine; dK and dV stored."""

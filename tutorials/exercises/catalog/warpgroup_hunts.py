@@ -180,8 +180,8 @@ have written has arrived where the engine reads it.
 All lanes write, so each lane fences its own writes, and then a barrier says that all have: stmatrix,
 fence_proxy_async(), __syncwarp(), and lane 0 asks for the copy. No wait after the copy repairs that, and no
 fence of another kind: __threadfence_block() is about threads."""),
-        broken=changes(("    stmatrix_x4(shared_address(tile + index), fragment);\n  }\n" + FENCE,
-                        "    stmatrix_x4(shared_address(tile + index), fragment);\n  }\n")),
+        broken=changes(("tile_rows)), fragment);\n  }\n" + FENCE,
+                        "tile_rows)), fragment);\n  }\n")),
         mutants=(
             unmended(NOT_SEEN, right_on_randn=True),
             mending("a fence of another kind", NOT_SEEN,

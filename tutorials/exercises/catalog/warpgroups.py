@@ -102,7 +102,7 @@ ASKED_FOR = Probe(
     "early cannot take more.")
 
 # ------------------------------------------------------------------------------------ 36
-LOWER = "shared_address(tile) >> 4 | leading_bytes >> 4 << 16"
+LOWER = "address >> 4 | leading_bytes >> 4 << 16"
 COLUMNS_ON = "return descriptor(matrix + (k / 4 * 128 * tile_rows + k % 4 * 32) / 16);"
 ROWS_ON = "return descriptor(matrix + k * 2048 / 16);"
 
@@ -146,7 +146,7 @@ Addresses and offsets are in units of 16 bytes. So n bytes further is n / 16 mor
             wrong("one panel only", r"^wrong result.*are always 32 bytes further",
                   (COLUMNS_ON, "return descriptor(matrix + k * 32 / 16);"), right_on_randn=True),
             wrong("no LBO", r"^wrong result.*LBO leads to the next one",
-                  (LOWER, "shared_address(tile) >> 4"), right_on_randn=True),
+                  (LOWER, "address >> 4"), right_on_randn=True),
             wrong("SBO is a row", r"^wrong result.*SBO is 128 bytes, a row",
                   ("1024 >> 4 | 1 << 30", "128 >> 4 | 1 << 30")),
             wrong("no swizzle", r"^race.*V_smem\[2048\].*multiplies it",
