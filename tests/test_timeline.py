@@ -513,7 +513,8 @@ def test_warpgroups_of_a_stage_of_ones_own_meet_at_an_mbarrier(tmp_path):
     assert any(span[3] == "mbarrier_wait" for span in own["spans"])
 
 
-@pytest.mark.parametrize("name", [name for name, stage in BACKWARD.items() if stage.number not in (23, 24, 25, 27)])
+@pytest.mark.parametrize("name", [name for name, stage in BACKWARD.items()
+                                  if stage.number not in (23, 24, 25, 27)])
 def test_each_backward_stage_in_a_small_shape(name):
     """Two heads of queries share one of keys, causal: five products a tile that some row sees, all of dS
     through shared memory, dQ added once, by the warps or by the copy engine; dK and dV stored."""
