@@ -83,6 +83,13 @@ def sanitize_corpus(known: list[dict], runs: Runs, folder: Path, architecture: s
 
 
 # ------------------------------------------------------------------------------------------ both
+def devices(kept: str, device: str) -> str:
+    """Where a file's rows come from: those that are kept, if there are any, and those of this run."""
+    if not kept or kept == device:
+        return device
+    return kept if device in kept else f"{kept}; the rest on {device}"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("folder", type=Path)
@@ -95,8 +102,8 @@ def main() -> None:
     if not args.folder.is_dir():
         parser.error(f"there is no folder {args.folder}")
     file = args.folder / ("mutants.json" if args.mutants else "corpus.json")
-    known = json.loads(file.read_text())["cases"] if args.rest else []
-    known = [row for row in known
+    old = json.loads(file.read_text()) if args.rest else {"cases": []}
+    known = [row for row in old["cases"]
              if NOT_RUN not in (*row["bug"].values(), *row["twin"].values())]
     import torch
 
@@ -108,7 +115,8 @@ def main() -> None:
     runs = Runs(find_sanitizer(), limit, begun + args.most)
     major, minor = torch.cuda.get_device_capability()
     architecture = f"{major}{minor}" + "a" * (major == 9)
-    result = {"date": str(date.today()), "device": flash.describe_device(torch.device("cuda")),
+    here = flash.describe_device(torch.device("cuda"))
+    result = {"date": str(date.today()), "device": devices(old["device"] if known else "", here),
               "compute-sanitizer": version_of(runs.sanitizer), "flags": " ".join(FLAGS),
               "limit_s": limit}
     with tempfile.TemporaryDirectory() as name, concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:

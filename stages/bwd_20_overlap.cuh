@@ -175,7 +175,7 @@ __global__ void __launch_bounds__(threads, 1) backward_kernel(
       wgmma_wait<0>();
       // ---
       float* dQ = w.dQ_accum + (((int64_t)b * p.H + h) * Tr + i) * Br * d;
-      bulk_add_fragments<staged / 8>(dQ, dQ_smem + 16 * warp * staged, dQ_reg, warp_row, first_dim,
+      bulk_add_fragments<staged / 8>(dQ, dQ_smem + 16 * warp * staged, one_strip(dQ_reg), warp_row, first_dim,
                                      dQ_part * dQ_columns);
     }                                                                    // line 17
   }

@@ -176,8 +176,8 @@ __global__ void __launch_bounds__(threads, 1) backward_kernel(
       if (by_turns && !makes_dQ)
         named_barrier_arrive(1 + n % turns, 32 * warps);
       else
-        named_barrier_sync(1 + n % turns, 32 * warps);
-      dO_smem.release(n);
+        named_barrier_sync(1 + n % turns, 32 * warps);       // all of dS is there
+      dO_smem.release(n);                 // wgmma_wait() met all lanes after they had read L_i and D_i
 
       if (!makes_dQ) {
         wgmma_wait<0>();
@@ -192,11 +192,8 @@ __global__ void __launch_bounds__(threads, 1) backward_kernel(
       Q_smem.release(n);
       wgmma_wait<0>();
       float* dQ = w.dQ_accum + (((int64_t)b * p.H + h) * Tr + i) * Br * d;
-      #pragma unroll
-      for (int s = 0; s < dQ_strips; s++)
-        bulk_add_fragments<staged / dQ_strips / 8>(
-            dQ, dQ_smem + (16 * warp + 16 / dQ_strips * s) * staged, dQ_reg[s], 64 * s + warp_row, first_dim,
-            dQ_part * dQ_columns, s > 0);
+      bulk_add_fragments<staged / dQ_strips / 8>(dQ, dQ_smem + 16 * warp * staged, dQ_reg, warp_row,
+                                                 first_dim, dQ_part * dQ_columns);
     }                                                                    // line 17
   }
 

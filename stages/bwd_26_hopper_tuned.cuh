@@ -41,7 +41,7 @@
 //
 // HBM traffic without caches (hbm, above): as in ordered_dq.
 //
-// Changed from dq_by_turns: these. At d = 256 up to 40 bytes a thread are spilled, at d = 64, causal, 20.
+// Changed from dq_by_turns: these. At d = 256 up to 40 bytes a thread are spilled, at d = 64, causal, 24.
 #pragma once
 #include "common/bulk_sums.cuh"
 #include "common/drop_transposed.cuh"
@@ -218,11 +218,8 @@ __global__ void __launch_bounds__(threads, 1) backward_kernel(
     Q_smem.release(n);
     wgmma_wait<0>();
     float* dQ = w.dQ_accum + ((j % dQ_copies * (int64_t)heads + bh) * Tr + i) * Br * d;
-    #pragma unroll
-    for (int s = 0; s < dQ_strips; s++)
-      bulk_add_fragments<staged / dQ_strips / 8>(
-          dQ, dQ_smem + (16 * warp + 16 / dQ_strips * s) * staged, dQ_reg[s], 64 * s + warp_row, first_dim,
-          dQ_part * dQ_columns, s > 0);
+    bulk_add_fragments<staged / dQ_strips / 8>(dQ, dQ_smem + 16 * warp * staged, dQ_reg, warp_row, first_dim,
+                                               dQ_part * dQ_columns);
   }                                                                      // line 17
 
   const int first_row = j * Bc + first_key, from_col = part * columns;

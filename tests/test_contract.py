@@ -1,6 +1,7 @@
 """Bad input: an error that names the argument and says what would work, before any build or launch."""
 
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import numpy
@@ -359,6 +360,32 @@ def test_the_default_by_what_a_call_needs(monkeypatch, capability, sizes, needs,
     stage = flash.find_stage(None, torch.bfloat16, device, "fwd", None, 64, sizes, needs)
     assert stage.name == expected and not stage.lacks(needs)
     assert registry.why_this(stage, None, torch.bfloat16, device, None, 64, sizes, needs) == why
+
+
+@pytest.mark.parametrize("d", [64, 128, 256])
+@pytest.mark.parametrize("deterministic, needs, expected", [
+    (False, (), "hopper_tuned"), (True, ("dropout", "sink", "d_v"), "hopper_tuned"),
+    (False, ("varlen",), "ampere_tuned")])
+def test_the_default_of_the_backward_pass(monkeypatch, d, deterministic, needs, expected):
+    """On Hopper. Stages with clusters are by name only."""
+    device, sizes = gpu(monkeypatch, (9, 0)), PROMPT | {"d": d}
+    found = flash.find_stage(None, torch.bfloat16, device, "bwd", deterministic, d, sizes, needs)
+    assert found.name == expected
+
+
+@pytest.mark.builds
+def test_a_backward_stage_for_some_calls(monkeypatch):
+    """A condition in its `default` is asked of the call's sizes, and explain() says so."""
+    ladder = [replace(stage, default="sm_80", calls="d > 64") if stage.name == "ordered_dq" else stage
+              for stage in flash.stages("bwd")]
+    stages = flash.stages
+    monkeypatch.setattr(registry, "stages", lambda direction=None: ladder if direction == "bwd"
+                        else stages(direction))
+    for d, expected, why in ((64, "ampere_tuned", "from sm_80 on;"),
+                             (128, "ordered_dq", "from sm_80 on by calls of d > 64")):
+        q, k, v = (x.requires_grad_() for x in torch.randn(3, 1, 1, 8, d).bfloat16())
+        choice = flash.explain(q, k, v).backward
+        assert choice.stage.name == expected and choice.why.startswith(NAMES + why)
 
 
 def test_what_no_stage_takes_is_refused_by_the_default(monkeypatch):

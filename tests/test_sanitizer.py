@@ -166,7 +166,7 @@ def test_the_rest_is_what_had_no_time_or_has_changed(monkeypatch, tmp_path):
              "twin": {"memcheck": clean}}
             for it, code, bug in ((case, corpus.fingerprint(case), clean),
                                   (other, corpus.fingerprint(other), not_run), (changed, "another", clean))]
-    (tmp_path / "corpus.json").write_text(json.dumps({"cases": rows}))
+    (tmp_path / "corpus.json").write_text(json.dumps({"device": "another GPU", "cases": rows}))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
     monkeypatch.setattr(torch, "set_num_threads", lambda number: None)
@@ -182,10 +182,16 @@ def test_the_rest_is_what_had_no_time_or_has_changed(monkeypatch, tmp_path):
     sanitizer.main()
     assert set(asked) == {("twin", other.name),              # whether the tool works here
                           ("twin", other.name, changed.name), ("bug", other.name), ("bug", changed.name)}
-    made = json.loads((tmp_path / "corpus.json").read_text())["cases"]
-    assert made[0] == rows[0]
+    data = json.loads((tmp_path / "corpus.json").read_text())
+    made = data["cases"]
+    assert made[0] == rows[0] and data["device"] == "another GPU; the rest on a GPU"
     assert all(it["bug"] == {tool: clean for tool in compute_sanitizer.TOOLS} for it in made[1:])
     assert made[2]["code"] == corpus.fingerprint(changed)
+
+
+def test_where_rows_come_from():
+    assert sanitizer.devices("", "b") == sanitizer.devices("b", "b") == "b"
+    assert sanitizer.devices("a; the rest on b", "b") == "a; the rest on b"
 
 
 @pytest.mark.skipif(NVCC is None, reason=WHY_NOT)

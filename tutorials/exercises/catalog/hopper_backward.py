@@ -14,7 +14,7 @@ BACKWARD = Calls((Case(1, 2, 2, 192, 128, 64, False, None, 1), Case(1, 2, 1, 139
                  Case(1, 2, 1, 256, 128, 64, False, None, 13), Case(1, 1, 1, 192, 128, 64, False, None, 7))
 
 # ------------------------------------------------------------------------------------ 44
-LEFT = "    if (lane == 0 && !has_room) bulk_wait_read<0>();     // the last ones have left\n"
+LEFT = "    if (lane == 0) bulk_wait_read<0>();     // the last ones have left\n"
 FENCE = "    fence_proxy_async();\n    __syncwarp();\n    const int from"
 ASK = "    if (lane == 0 && from < to) {\n"
 COMMIT = "      bulk_commit();\n"
@@ -62,21 +62,22 @@ EXERCISES = [
         stage="tma_reduce", sections=("through staging, to HBM",), common=("bulk_sums.cuh",), tiles=TILES,
         own_calls=BACKWARD, probes=(GOES_ON,),
         specification="""
-A warp has 16 rows of dQ in registers, acc, and adds them to HBM by the copy engine, which reads shared
-memory. The loop goes through acc by pieces of `staged` fragments, as many as this warp's `staging` has room
-for. Write its body: put the fragments first, first + 1, ... (less than n_tiles) into staging, and have the
-engine add them to dQ, without waiting for that.
+A warp has strips of 16 rows of dQ in registers, acc, and adds them to HBM by the copy engine, which reads
+shared memory. The loop goes through each strip by pieces of `staged` fragments, as many as this warp's
+`staging` has room for. Write its body: put the fragments first, first + 1, ... (less than n_tiles) of all
+strips into staging, and have the engine add them to dQ, without waiting for that. (This stage has one strip;
+dq_by_turns has two.)
 
-In staging a fragment has 32 float4, one for each lane: element x of lane's float4 is acc[n][x]. Fragments
-follow each other, from fragment `first` at its beginning. The copy before may still read it, unless has_room
-says that it need not be waited for (this stage never does). In dQ it is the same, so one piece is one copy:
+In staging a fragment has 32 float4, one for each lane: element x of lane's float4 is acc[s][n][x]. Fragments
+of a strip follow each other, from fragment `first` on, and so do the strips, with room for `staged`
+fragments each. The copy before may still read them. In dQ it is the same, so a piece of a strip is one copy:
 
   const int from = max(col + 8 * first, first_col), to = min(col + 8 * (first + staged), HEAD_DIM);
 
 are the columns that the engine adds, none if from >= to. A column of 16 rows is 64 bytes. The copy goes
 
-  to      dQ + row * HEAD_DIM + 16 * from
-  from    staging + 16 * (from - col - 8 * first)
+  to      dQ + (row + 64 * s) * HEAD_DIM + 16 * from
+  from    staging + 128 * s * staged + 16 * (from - col - 8 * first)
 
 Given, in stages/common/hopper.cuh: bulk_add(to, from, bytes) asks for a copy that adds. bulk_commit() makes a
 group of those that this thread has asked for. bulk_wait_read<n>() waits until all but the last n groups of
@@ -90,8 +91,8 @@ After the kernel's last tile lane 0 of each warp calls bulk_wait<0>(): so let la
             "asks. What stands between two of them, if one lane does the one and 32 the other?",
             "The staging is free when the copy before has read it. Whether HBM has the sums is of no "
             "interest here: which of the two waits is enough? And who must wait: who has asked.",
-            "if (lane == 0 && !has_room) wait; __syncwarp(); stores; fence_proxy_async() by all lanes; "
-            "__syncwarp(); if (lane == 0 && from < to) { bulk_add(...); bulk_commit(); }"),
+            "if (lane == 0) wait; __syncwarp(); stores; fence_proxy_async() by all lanes; "
+            "__syncwarp(); if (lane == 0 && from < to) { a bulk_add(...) for each strip; bulk_commit(); }"),
         mutants=(
             wrong("no fence", r"^proxy fence.*an engine, which may not see that yet",
                   (FENCE, FENCE.replace("    fence_proxy_async();\n", "")), right_on_randn=True),
