@@ -467,8 +467,7 @@ DATA = json.loads((flash.ROOT / "results" / "cpu" / "mutants.json").read_text())
 ROWS = {mutants.name_of(row): row for row in DATA["mutants"]}
 EQUIVALENT, MISSED = mutants.reasons(mutants.EQUIVALENT), mutants.reasons(mutants.MISSED)
 # That have not been run
-NOT_YET = ("bwd_23_consumer_roles", "bwd_24_exchanged_ds", "bwd_25_half_tiles", "bwd_27_exchanged_tuned",
-           "fwd_29_hopper_tuned")
+NOT_YET = ("bwd_23_consumer_roles", "bwd_24_exchanged_ds", "bwd_25_half_tiles", "bwd_27_exchanged_tuned")
 SAMPLE = {"fwd_13_cp_async": 8, "bwd_11_cp_async": 16}      # every so many of a stage's own
 
 
