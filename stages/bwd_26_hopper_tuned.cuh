@@ -218,8 +218,8 @@ __global__ void __launch_bounds__(threads, 1) backward_kernel(
     Q_smem.release(n);
     wgmma_wait<0>();
     float* dQ = w.dQ_accum + ((j % dQ_copies * (int64_t)heads + bh) * Tr + i) * Br * d;
-    bulk_add_fragments<staged / dQ_strips / 8>(dQ, dQ_smem + 16 * warp * staged, dQ_reg, warp_row, first_dim,
-                                               dQ_part * dQ_columns);
+    bulk_add_fragments<staged / dQ_strips / 8>(dQ, dQ_smem + 16 * warp * staged, dQ_reg, warp_row,
+                                               first_dim, dQ_part * dQ_columns);
   }                                                                      // line 17
 
   const int first_row = j * Bc + first_key, from_col = part * columns;
