@@ -31,8 +31,7 @@
 // part of the columns, whole panels.
 //
 // d > 128: 64 rows of dV and dK would be 2 * 128 registers a thread. So two warpgroups share 64 keys. Each
-// makes all of S^T and dP^T, and its panels of dV and dK: 7 products' work in the place of 5. Some 12 bytes a
-// thread are spilled at d = 256.
+// makes all of S^T and dP^T, and its panels of dV and dK: 7 products' work in the place of 5.
 //
 // HBM traffic without caches (hbm, above): as in cp_async.
 //
@@ -105,7 +104,7 @@ __global__ void __launch_bounds__(threads, 1) backward_kernel(
 
   // What wgmma reads: 64 rows of K_j and V_j, and of dS; Q_i and dO_i in buffer 0, both ways; columns of K_j
   const uint32_t K_tile = matrix_at(K_smem + first_key / 64 * 64 * panel);
-  const uint32_t V_tile = matrix_at(V_smem + first_key / 64 * 64 * panel);
+  const uint32_t V_tile = K_tile + Bc * pitch / 8;      // as descriptors count
   const uint32_t Q_tile = matrix_at(Q_smem), dO_tile = matrix_at(dO_smem);
   const uint32_t Q_columns = matrix_at(Q_smem + first_col * Br, 128 * Br);
   const uint32_t dO_columns = matrix_at(dO_smem + first_col * Br, 128 * Br);

@@ -21,7 +21,7 @@ except RuntimeError as error:
 SPILLS = {("bwd", "recompute", 64), ("fwd", "wide_warps", 64),
           ("bwd", "transposed", 128), ("bwd", "transposed", 256),
           ("bwd", "split_warps", 128), ("bwd", "ampere_tuned", 128), ("bwd", "ampere_tuned", 256),
-          ("bwd", "tma", 256), ("bwd", "wgmma", 256), ("bwd", "hopper_tuned", 256),
+          ("bwd", "tma", 256), ("bwd", "hopper_tuned", 256),
           ("bwd", "exchanged_ds", 256)}
 ALSO_ON = {("bwd", "recompute", 64): ("sm_75", "sm_80", "sm_90a")}
 NOT_IF_DETERMINISTIC = {("bwd", "ampere_tuned", 128)}
@@ -84,8 +84,10 @@ def test_compiles_without_spills(stage, deterministic, architecture, tmp_path):
     able = types_on(architecture, stage)
     spilled: dict[tuple, bool] = {}
     is_end = bool(stage.default) or stage.name == "hopper_tuned"
-    for d, causal in cases + [(64, False), (128, True)] * (is_end and architecture == "sm_90a"):
-        dtype = able[-1] if d == 128 else able[0]
+    cases = [(d, causal, able[0] if d == 256 else able[-1]) for d, causal in cases]
+    if is_end and architecture == "sm_90a":
+        cases += [(64, False, able[0]), (64, True, able[0]), (128, True, able[0])]
+    for d, causal, dtype in cases:
         if not stage.default:
             chosen = [stage.default_tiles(d, causal=causal)]
         elif stage.fits(d, SHARED_MEMORY[architecture]):
