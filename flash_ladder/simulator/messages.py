@@ -85,7 +85,11 @@ def message_of(f: dict, element: str, parties: tuple[Party, ...]) -> str:
         return (f"ended block in {kernel}: {does}{element} at {sites[0]}, in a block of the cluster that may "
                 "have ended; no block may end before the others are done with it: cluster_sync()")
     if f["what"] == "too early":
-        return (f"too early in {kernel}: {does}{element} at {sites[0]}, which the kernel before it uses, and "
+        if f["text"]:
+            return (f"too early in {kernel}: {does}{element} at {sites[0]}, which a kernel ahead of the one "
+                    "before it uses, and that may still run: the one before must call "
+                    "wait_for_previous_kernel(), too, before it ends")
+        return (f"too early in {kernel}: {does}{element} at {sites[0]}, which a kernel before it uses, and "
                 "that may still run: wait_for_previous_kernel() must come first")
     if f["what"] == "misaligned":
         return (f"misaligned access in {kernel}: {does}{f['bytes']} bytes at {element} at {sites[0]}; "

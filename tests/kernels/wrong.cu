@@ -673,3 +673,21 @@ extern "C" const char* run_too_early(float* x, float* out, int fixed) {
   cudaLaunchKernelEx(EarlyLaunch(1, 64, 0, nullptr), too_early, x, out, fixed);
   return result();
 }
+// Between two kernels one that touches nothing of theirs. It waits: 0: not; 1: before it lets the next one
+// start; 2: after; 3: and that starts when this one ends.
+__global__ void between(int waits) {
+  if (waits == 2) start_next_kernel();
+  if (waits && threadIdx.x == 5) wait_for_previous_kernel();
+  if (waits == 1) __syncthreads();
+  if (waits == 1 && threadIdx.x == 5) start_next_kernel();
+}
+__global__ void reads_two_back(float* out, int waiting_blocks) {
+  if (blockIdx.x < waiting_blocks) wait_for_previous_kernel();
+  out[64 + 64 * blockIdx.x + threadIdx.x] = out[threadIdx.x];  // HERE: two_back
+}
+extern "C" const char* run_two_back(float* x, float* out, int between_waits, int waiting_blocks) {
+  copied<<<1, 64>>>(x, out);
+  cudaLaunchKernelEx(EarlyLaunch(2, 64, 0, nullptr), between, between_waits);
+  cudaLaunchKernelEx(EarlyLaunch(2, 64, 0, nullptr), reads_two_back, out, waiting_blocks);
+  return result();
+}

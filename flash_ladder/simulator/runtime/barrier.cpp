@@ -46,6 +46,4 @@ extern "C" void sim_threadfence(Scope scope) {
   if (worker->launch->checked) fence(*worker->current, scope);
 }
 
-extern "C" void sim_wait_for_previous_kernel() { worker->current->knows_previous_kernel = true; }
-
 }  // namespace sim

@@ -197,7 +197,7 @@ void begin_block(Worker& w, size_t number) {
     f.copies.clear();
     f.copy_groups = f.bulk_groups = 0;
     f.registers.clear();
-    f.has_fenced_registers = f.at_cluster_barrier = false;
+    f.has_fenced_registers = f.at_cluster_barrier = f.knows_previous_kernel = false;
     f.stack_pointer = fresh_stack(f.stack + STACK_BYTES);
     w.ready.push_back(&f);
   }

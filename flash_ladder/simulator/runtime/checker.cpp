@@ -137,6 +137,7 @@ void observe(const void* address, size_t bytes, Kind kind, const void* pc, Asks 
 // -------------------------------------------------------------------------------- a launch
 void begin_checked_launch(const Launch& launch) {
   checker->launch++;
+  begin_early_launch(launch);
   forget_atomics();
   checker->threads_behind.clear();
   auto& kernels = checker->kernels;
@@ -160,6 +161,7 @@ void begin_checked_block(Worker& w) {
   if (!w.shadow) w.shadow = std::make_shared<Memory>("shared memory", w.shared, ARENA_BYTES);
   w.shadow->epoch = w.epoch;
   std::fill(w.shadow->state.begin(), w.shadow->state.end(), 0);
+  w.let_next_start = false;
   begin_time(w);
 }
 
@@ -172,6 +174,7 @@ void end_checked_block(Worker& w) {
   }
   if (w.engines) check_engines_at_end(w);
   check_visits_at_end(w);
+  end_of_block(w);
 }
 
 // It can wait for nothing any more, and nobody for it.

@@ -74,7 +74,8 @@ struct Cell {
   uint32_t epoch;              // in which block (shared memory) or launch (global); an older one: nothing
   bool read, written;          // in this epoch at all
   bool copying;                // `write` is a copy that may still be under way
-  bool read_before, written_before;   // likewise by the launch before
+  enum : uint8_t { READ = 1, WRITTEN = 2 };
+  uint8_t used_before, launches_ago;   // by an earlier launch: the last one that used it
   uint8_t bytes;               // of the last write; 0: none
   uint16_t sources;            // copies from here that may still be under way
   Lanes write;                 // the last plain write
@@ -190,6 +191,17 @@ void copy_has_started(const Copy& copy);
 void copy_has_landed(Fiber& f, const Copy& copy);
 void copy_was_not_waited_for(const Fiber& f, const Copy& copy);
 
+// -------------------------------------------------------------------------------- early.cpp
+// Earlier launches that may still run, as this one may start early: the lowest bit is the one just before.
+struct StillRunning {
+  uint64_t at_start = 0, after_wait = 0;         // when a thread starts, and when it has waited
+  bool a_thread_waited = false;                  // in this launch
+  bool next_starts_after = false;                // when one of its blocks has waited
+};
+void begin_early_launch(const Launch& launch);
+void end_of_block(const Worker& w);
+bool may_still_run(const Agent& f, unsigned launches_ago);
+
 // -------------------------------------------------------------------------------- checker.cpp
 struct Checker {
   std::vector<std::unique_ptr<Memory>> arrays;   // in global memory; null once forgotten
@@ -198,6 +210,7 @@ struct Checker {
   Kernel* kernel = nullptr;                      // that runs
   uint32_t launch = 0;                           // the epoch of global memory
   uint32_t blocks = 0;                           // of all launches: their numbers are epochs of shared memory
+  StillRunning still_running;
   // Engines, by block and number: the block and the number of the thread that has asked last
   std::map<std::pair<uint32_t, unsigned>, std::pair<uint32_t, unsigned>> threads_behind;
   std::vector<Finding> findings;

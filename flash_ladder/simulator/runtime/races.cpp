@@ -107,21 +107,22 @@ void check_cells(const Agent& f, Memory& m, int array, uint16_t access, uint64_t
   Traffic* traffic = array == SHARED ? nullptr : &checker->kernel->traffic[array];
   Counters* counters = array == SHARED ? nullptr : &counters_of(access, m);
   const size_t first = offset >> m.shift, last = (offset + bytes - 1) >> m.shift;
-  const bool must_wait = worker->launch->early && !f.knows_previous_kernel;
   const bool needs_value = is_read(kind) || kind == Kind::ATOMIC;
   size_t initialised = 0;
   for (size_t i = first; i <= last; i++) {
     Cell& c = m.cells[i];
     if (c.epoch != epoch) {
-      const bool just_before = array != SHARED && c.epoch + 1 == epoch;
-      const bool read_before = just_before && c.read, written_before = just_before && c.written;
+      const uint32_t ago = epoch - c.epoch;
+      const uint8_t used = array == SHARED || ago > 64 ? 0 : c.read * Cell::READ | c.written * Cell::WRITTEN;
       c = {};
       c.epoch = epoch;
-      c.read_before = read_before;
-      c.written_before = written_before;
+      c.used_before = used;
+      c.launches_ago = used ? uint8_t(ago) : 0;
     }
-    if (must_wait && (c.written_before || (c.read_before && !is_read(kind) && kind != Kind::SOURCE)))
-      found_about("too early", access, array, std::max<uint64_t>(offset, i << m.shift), bytes);
+    const bool changes = !is_read(kind) && kind != Kind::SOURCE;
+    if (c.used_before & (changes ? Cell::READ | Cell::WRITTEN : Cell::WRITTEN) && may_still_run(f, c.launches_ago))
+      found_about("too early", access, array, std::max<uint64_t>(offset, i << m.shift), bytes,
+                  f.knows_previous_kernel ? "waited" : "");
     if (counters && !counters->touched[i]) {
       counters->touched[i] = true;
       counters->unique += m.granule();

@@ -156,6 +156,7 @@ struct Worker {            // a block that runs, and what it runs on
   size_t vain_yields = 0;         // since one of its threads has done something else
   size_t vain_tests = 0;          // of mbarriers, since one of its threads has done something else
   bool set_aside = false;         // all of them wait for another block, as it seems
+  bool let_next_start = false;    // one of them has let the next kernel start
 
   char* shared = nullptr;         // the block's shared memory
   size_t shared_top = 0;          // bytes of it in use, gaps between arrays included

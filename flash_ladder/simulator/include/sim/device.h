@@ -42,6 +42,7 @@ void* sim_shared_static(const void* identity, const char* name, const char* decl
 uint32_t sim_shared_address(const void* p, const char* file, int line);
 void sim_name_shared(const char* name, const volatile void* start, size_t element_bytes);
 void sim_threadfence(Scope scope);
+void sim_start_next_kernel();
 void sim_wait_for_previous_kernel();
 void sim_syncthreads(const char* file, int line);
 int sim_syncthreads_count(int predicate, const char* name, const char* file, int line);

@@ -63,7 +63,7 @@ inline void zero_if_less(float& x, float& y, uint32_t a, uint32_t b, bool flip) 
 SIM_ALWAYS_INLINE void cp_async_16(uint32_t to, const void* from, int bytes = 16, SIM_SITE) {
   sim::sim_copy_async(sim::sim_shared_pointer("cp.async", to, 16, file, line), from, 16, bytes, file, line);
 }
-inline void start_next_kernel() {}
+inline void start_next_kernel() { sim::sim_start_next_kernel(); }
 inline void wait_for_previous_kernel() { sim::sim_wait_for_previous_kernel(); }
 
 inline void cp_async_commit() { sim::sim_commit_copies(); }
