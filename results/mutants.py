@@ -45,7 +45,7 @@ from mutation import NUMBER, Mutant, fingerprint, mutants, schema  # noqa: E402
 import flash  # noqa: E402
 
 EQUIVALENT, MISSED = ROOT / "tests" / "equivalent_mutants.txt", ROOT / "tests" / "missed_mutants.txt"
-SECONDS = 60                                     # for one mutant, before it counts as hanging
+SECONDS = 60 * 3                                # for one mutant, in all schedules, before it counts as hanging
 
 # ------------------------------------------------------------------------------------------ running them
 # B, H, H_kv, N_q, N_k, d, diagonal, which of the tiles that it takes (tiles_of), and of which kind the scores
@@ -78,6 +78,13 @@ MORE_BACKWARD = [
     (1, 1, 1, 260, 80, 40, 0, (128, 128), ""),       # and here its rows
     (1, 2, 1, 60, 70, 40, 0, (64, 64), ""),          # one whose keys no row sees
 ]
+# For those of one size: four tiles of Q and more. Where two blocks are a cluster, both have keys; or the last
+# cluster's second one has none.
+ONE_SIZE = [
+    (1, 2, 1, 200, 100, 136, 30, (64, 64), ""),
+    (1, 2, 1, 70, 200, 136, 90, (64, 128), ""),
+    (1, 4, 2, 200, 300, 136, -60, (64, 128), ""),
+]
 # "a large key": the last one's scores are so large, or so low, that e^score is infinite, or 0: a row's own
 # maximum must prevent it. "large": all are, and each key is the maximum of some row. "low": all are so low
 # that a key past the end, of score 0, is far above them.
@@ -85,13 +92,17 @@ SCORES = {"": lambda q, k: None,
           "a large key": lambda q, k: k[:, :, -1].mul_(200),
           "large": lambda q, k: k.mul_(200),
           "low": lambda q, k: (q.add_(5), k.sub_(5))}
+# When copies and products are made, and in which order threads and blocks run (docs/simulator.md): Hopper's
+# stages are tried in all of them, the others in the first one
+SCHEDULES = [{}, {"FLASH_SIM_COPIES": "early"}, {"FLASH_SIM_COPIES": "random", "FLASH_SIM_SEED": "1"}]
 
 
 def shapes_of(stage: flash.Stage) -> list[tuple]:
     """SHAPES, and what a stage has beside them."""
     more = MORE_SHAPES if stage.direction == "fwd" else MORE_BACKWARD
-    if "Bc in (64,)" in stage.limits:            # of one size
-        more = [shape for shape in more if shape[-2] == (64, 64)]
+    if "(64,); Bc" in stage.limits:              # of one size
+        size = 64, stage.default_tiles(128)["Bc"]
+        more = [shape for shape in more + ONE_SIZE if shape[-2] == size]
     return SHAPES + more * stage.needs.startswith("sm_90")
 
 
@@ -103,6 +114,7 @@ def tiles_of(stage: flash.Stage, d: int) -> dict[str, dict[str, int]]:
             taken.append(stage.tiles(d, 227 * 1024, Br=size[1], Bc=size[2]))
         except ValueError:
             continue
+    taken = taken or [stage.default_tiles(d)]    # of one size, and larger
     return {"small": taken[0], "middling": taken[len(taken) // 2],
             "tall": max(taken, key=lambda tiles: tiles["Br"] / tiles["Bc"])}
 
@@ -192,7 +204,12 @@ def work(name: str, numbers: list[int]) -> None:
     ready = calls(flash.read_stage(file))
     for number in numbers:
         os.environ[NUMBER] = str(number)
-        found = next((how for call in ready if (how := how_found(call))), "")
+        found = ""
+        for schedule in SCHEDULES if stage.needs.startswith("sm_90") else SCHEDULES[:1]:
+            os.environ |= schedule
+            found = found or next((how for call in ready if (how := how_found(call))), "")
+            for name in schedule:
+                del os.environ[name]
         print(json.dumps([number, found]), flush=True)
 
 

@@ -599,7 +599,9 @@ def test_requests_of_wmma_as_measured():
         assert gpu[what] == pytest.approx(ours[what], rel=0.01)
 
 
-@pytest.mark.parametrize("stage", [name for name in BACKWARD if name != "naive"])    # it would take minutes
+# Of those in between one of three; naive would take minutes
+@pytest.mark.parametrize("stage", [name for n, name in enumerate(BACKWARD)
+                                   if n and (is_end(BACKWARD[name]) or n % 3 == 0)])
 def test_backward_requests_as_measured(stage):
     """The same of a backward stage."""
     dtype = BACKWARD[stage].dtypes[-1]
@@ -826,7 +828,6 @@ OUT_OF_BOUNDS = [
     ("online_softmax", r"return 2 \* sizeof", "return sizeof", {"m, l"}),
     ("flash2", r"if \(row >= p.N_q\) continue;", "", {"O", "L"}),
     ("flash2", r"i \* Br, Br, p.N_q", "i * Br, Br, 1 << 20", {"Q"}),
-    ("register_tiles", r"i \* Br, Br, p.N_q", "i * Br, Br, 1 << 20", {"Q"}),
     ("vectorized", r"j \* Bc, Bc, p.N_k", "j * Bc, Bc, 1 << 20", {"K", "V"}),
     ("conflict_free", r"if \(row >= p.N_q\) continue;", "", {"O", "L"}),
     ("prefetch", r"pos.x < N && ", "", {"K"}),
@@ -834,7 +835,6 @@ OUT_OF_BOUNDS = [
     *((stage, r"warp_row \+ row < p\.N_q && ", "", {"O"}) for stage in ("mma", "swizzle", "wide_warps")),
     *((stage, r" && row < p\.N_q", "", {"L"}) for stage in ("mma", "cp_async", "ampere_tuned")),
     ("wmma", r"if \(row >= p.N_q\) return;", "", {"O", "L"}),
-    ("cp_async", r"i \* Br, Br, p.N_q", "i * Br, Br, 1 << 20", {"Q"}),
     ("ampere_tuned", r"if \(warp_row \+ row < p\.N_q\)", "", {"O"}),
 ]
 

@@ -82,7 +82,7 @@ def compile_flags(debug: bool, checked: bool = False) -> list[str]:
     local array. One access of the source stays one access: nothing is vectorised, split, or made a call of
     memcpy.
     """
-    optimisation = ["-O0", "-g3"] if debug else ["-O1" if checked else "-O2", "-g", "-march=native"]
+    optimisation = ["-O0", "-g3"] if debug else ["-O1" if checked else "-O2", "-g1", "-march=native"]
     if checked:
         optimisation += ["-DSIM_CHECKED", "-fsanitize=thread,bounds",
                          "--param=tsan-instrument-func-entry-exit=0",
