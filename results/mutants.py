@@ -45,7 +45,7 @@ from mutation import NUMBER, Mutant, fingerprint, mutants, schema  # noqa: E402
 import flash  # noqa: E402
 
 EQUIVALENT, MISSED = ROOT / "tests" / "equivalent_mutants.txt", ROOT / "tests" / "missed_mutants.txt"
-SECONDS = 60 * 3                                # for one mutant, in all schedules, before it counts as hanging
+SECONDS = 180                                    # for one mutant, before it counts as hanging
 
 # ------------------------------------------------------------------------------------------ running them
 # B, H, H_kv, N_q, N_k, d, diagonal, which of the tiles that it takes (tiles_of), and of which kind the scores

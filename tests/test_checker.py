@@ -219,13 +219,14 @@ FIRST, TOO = "wait_for_previous_kernel() must come first", "the one before must 
     (0, 0, {FIRST: 128}), (0, 1, {TOO: 128}), (0, 2, {TOO: 128}),
     (1, 0, {}), (1, 2, {}), (2, 0, {FIRST: 128}), (2, 1, {FIRST: 64}), (2, 2, {}), (3, 0, {}), (3, 2, {})])
 def test_a_kernel_that_starts_before_the_last_but_one_ends(between, waiting_blocks, expected):
-    """That one has ended if the kernel between has waited for it, and let this one start only then; or if both
-    wait. (A block of `between` that has waited is enough; of this one each must.)"""
+    """That one has ended if the kernel between has waited for it, and let this one start only then; or if
+    both wait. (A block of `between` that has waited is enough; of this one each must.)"""
     x, out = torch.randn(64), torch.zeros(192)
     report, error = call(WRONG, "two_back", x, out, between, waiting_blocks, x=x, out=out)
     assert error is None and torch.equal(out[64:], x.repeat(2))
     assert {(f.what, f.kernel) for f in report.findings} <= {("too early", "reads_two_back")}
-    assert {remedy: f.count for f in report.findings for remedy in (FIRST, TOO) if remedy in f.message} == expected
+    assert expected == {
+        remedy: f.count for f in report.findings for remedy in (FIRST, TOO) if remedy in f.message}
     assert {place.line for f in report.findings for place in f.places} <= lines_of("two_back")
 
 
