@@ -120,7 +120,8 @@ void check_cells(const Agent& f, Memory& m, int array, uint16_t access, uint64_t
       c.launches_ago = used ? uint8_t(ago) : 0;
     }
     const bool changes = !is_read(kind) && kind != Kind::SOURCE;
-    if (c.used_before & (changes ? Cell::READ | Cell::WRITTEN : Cell::WRITTEN) && may_still_run(f, c.launches_ago))
+    const uint8_t clashes = changes ? Cell::READ | Cell::WRITTEN : Cell::WRITTEN;
+    if (c.used_before & clashes && may_still_run(f, c.launches_ago))
       found_about("too early", access, array, std::max<uint64_t>(offset, i << m.shift), bytes,
                   f.knows_previous_kernel ? "waited" : "");
     if (counters && !counters->touched[i]) {
