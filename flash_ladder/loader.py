@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import os
 import re
@@ -142,6 +143,13 @@ def _is_built(name: str) -> bool:
 
 
 def _fingerprint(file: Path) -> str:
+    status = file.stat()
+    return _hash_of(file, status.st_ino, status.st_size, status.st_mtime_ns)
+
+
+@functools.lru_cache(1024)
+def _hash_of(file: Path, *status: int) -> str:
+    """Of a file as it was when it had this status."""
     return hashlib.sha256(file.read_bytes()).hexdigest()
 
 

@@ -271,3 +271,14 @@ def test_wheels_without_a_linkable_cudart(tmp_path, monkeypatch):
     assert (loader._linkable_cudart(tmp_path) / "libcudart.so").resolve() == tmp_path / "lib/libcudart.so.14"
     (tmp_path / "lib/libcudart.so").touch()
     assert loader._linkable_cudart(tmp_path) == tmp_path / "lib"
+
+
+def test_a_library_is_hashed_once_until_it_changes(tmp_path, monkeypatch):
+    """An inspection looks at three of them; and one that was cut short meanwhile shows."""
+    file, read = tmp_path / "some.so", []
+    monkeypatch.setattr(Path, "read_bytes", lambda self, of=Path.read_bytes: read.append(self) or of(self))
+    file.write_bytes(b"whole")
+    first = loader._fingerprint(file)
+    assert loader._fingerprint(file) == first and read == [file]
+    file.write_bytes(b"who")
+    assert loader._fingerprint(file) != first and read == [file, file]
