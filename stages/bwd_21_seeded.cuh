@@ -112,7 +112,7 @@ __global__ void __launch_bounds__(threads, 1) backward_kernel(
 
   // What wgmma reads: 64 rows of K_j and V_j, and of dS; Q_i and dO_i in buffer 0, both ways; columns of K_j
   const uint32_t K_tile = matrix_at(K_smem.tiles + first_key / 64 * 64 * panel);
-  const uint32_t V_tile = K_tile + Bc * pitch / 8;      // as descriptors count
+  const uint32_t V_tile = K_tile + Bc * pitch / 8;      // it lies behind K_j; no register of its own
   const uint32_t Q_tile = matrix_at(Q_smem.tiles), dO_tile = matrix_at(dO_smem.tiles);
   const uint32_t Q_columns = matrix_at(Q_smem.tiles + first_col * Br, 128 * Br);
   const uint32_t dO_columns = matrix_at(dO_smem.tiles + first_col * Br, 128 * Br);

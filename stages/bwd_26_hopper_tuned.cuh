@@ -88,7 +88,7 @@ __global__ void __launch_bounds__(threads, 1) backward_kernel(
   const int j = first_j + work.tile, bh = work.bh, b = bh / p.H, h = bh % p.H, h_kv = h / (p.H / p.H_kv);
   // This warp's rows of dK and dV, and of dQ; its columns, from a panel on. The last part may begin in the
   // one before, which keeps these columns.
-  const int warp = warp_index(), part = sharing == 1 ? 0 : warp / (Bc / 16);
+  const int warp = warp_index(), part = sharing == 1 ? 0 : warp / (Bc / 16);    // 0: no register
   const int dQ_part = by_turns ? 0 : warp / (Br / 16);
   const int first_key = warp % (Bc / 16) * 16, warp_row = warp % (Br / 16 / dQ_strips) * 16;
   const int first_col = min(part * columns, pitch - columns);
@@ -133,7 +133,7 @@ __global__ void __launch_bounds__(threads, 1) backward_kernel(
 
   // What wgmma reads: 64 rows of K_j and V_j, and of dS; Q_i and dO_i in buffer 0, both ways; columns of K_j
   const uint32_t K_tile = matrix_at(K_smem.tiles + first_key / 64 * 64 * panel);
-  const uint32_t V_tile = K_tile + Bc * pitch / 8;      // as descriptors count
+  const uint32_t V_tile = K_tile + Bc * pitch / 8;      // it lies behind K_j; no register of its own
   const uint32_t Q_tile = matrix_at(Q_smem.tiles), dO_tile = matrix_at(dO_smem.tiles);
   const uint32_t Q_columns = matrix_at(Q_smem.tiles + first_col * Br, 128 * Br);
   const uint32_t dO_columns = matrix_at(dO_smem.tiles + first_col * Br, 128 * Br);

@@ -78,6 +78,8 @@ def compile_flags(debug: bool, checked: bool = False) -> list[str]:
     -fstack-clash-protection: a large local array touches every page on its way down, so it cannot jump over
     the page that ends a thread's stack into the stack of another one.
 
+    -g1: lines alone, which messages name; all of -g takes an eighth longer.
+
     checked: every load and store calls the checker (runtime/hooks.cpp), and so does an index outside of a
     local array. One access of the source stays one access: nothing is vectorised, split, or made a call of
     memcpy.
