@@ -35,7 +35,7 @@ def shapes() -> Iterator[ratios.Shape]:
     for (dtype, (B, heads)), direction, causal in itertools.product(
             SHAPES.items(), ("fwd", "bwd"), (False, True)):
         for d, H in heads.items():
-            best = ratios.best_stage(direction, dtype, d)
+            best = ratios.best_stage(direction, dtype, d, ("dropout",))
             peer = "efficient" if dtype == "fp32" else "flash"
             yield ratios.Shape(direction, dtype, d, causal, B, str(H), N, best, peer)
 

@@ -108,7 +108,8 @@ def seconds_to_compile(args: argparse.Namespace) -> dict[str, float]:
         text = (flash.STAGES / "masks" / "window.cuh").read_text()
         new.write_text(f"{text}// {time.time_ns()}\n")
         for direction in ("fwd", "bwd"):
-            stage = flash.find_stage(None, dtype, args.device, direction, d=args.head_dim)
+            stage = flash.find_stage(ratios.best_stage(direction, args.dtype, args.head_dim), dtype,
+                                     args.device, direction)
             tiles = stage.tiles(args.head_dim, flash.shared_memory_per_block(args.device))
             job = ahead.job(stage, dtype, args.head_dim, False, tiles, args.device, mask=new)
             begun = time.perf_counter()

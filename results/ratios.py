@@ -30,6 +30,7 @@ from rich.progress import (
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 import flash  # noqa: E402
+from flash_ladder import ahead  # noqa: E402
 from flash_ladder.bench import arguments, cases, competitors, measuring  # noqa: E402
 from flash_ladder.bench.rungs import build_all  # noqa: E402
 
@@ -82,9 +83,10 @@ def shapes(dtypes: list[str]) -> Iterator[Shape]:
             yield Shape(direction, dtype, 256, True, 2, "8:1", 1024, AMPERE, "flash,math")
 
 
-def best_stage(direction: str, dtype: str, d: int) -> str:
-    """The name of the stage that a call takes without one, on this machine."""
-    return flash.find_stage(None, flash.DTYPES[dtype], flash.default_device(), direction, d=d).name
+def best_stage(direction: str, dtype: str, d: int, needs: tuple[str, ...] = ()) -> str:
+    """The name of the stage that a large call takes here without one. needs: as of find_stage()."""
+    return flash.find_stage(None, flash.DTYPES[dtype], flash.default_device(), direction, d=d,
+                            sizes=ahead.large_call(d), needs=needs).name
 
 
 def middle(turns: tuple[dict, ...]) -> dict:

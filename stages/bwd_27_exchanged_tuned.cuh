@@ -3,6 +3,7 @@
 // types:   fp16, bf16
 // needs:   sm_90a
 // after:   half_tiles
+// default: sm_90a if d > 128
 // deterministic: no
 // tiles:   Br=64 Bc=128
 // limits:  Br in (64,); Bc in (128,)

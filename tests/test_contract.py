@@ -362,12 +362,15 @@ def test_the_default_by_what_a_call_needs(monkeypatch, capability, sizes, needs,
     assert registry.why_this(stage, None, torch.bfloat16, device, None, 64, sizes, needs) == why
 
 
-@pytest.mark.parametrize("d", [64, 128, 256])
-@pytest.mark.parametrize("deterministic, needs, expected", [
-    (False, (), "hopper_tuned"), (True, ("dropout", "sink", "d_v"), "hopper_tuned"),
-    (False, ("varlen",), "ampere_tuned")])
+@pytest.mark.parametrize("d, deterministic, needs, expected", [
+    (64, False, (), "hopper_tuned"), (128, False, (), "hopper_tuned"),
+    (136, False, (), "exchanged_tuned"), (256, False, (), "exchanged_tuned"),
+    (128, True, ("dropout", "sink", "d_v"), "hopper_tuned"), (256, True, (), "hopper_tuned"),
+    (256, False, ("dropout",), "hopper_tuned"), (256, False, ("sink",), "hopper_tuned"),
+    (256, False, ("d_v",), "hopper_tuned"),
+    (64, False, ("varlen",), "ampere_tuned"), (256, False, ("varlen",), "ampere_tuned")])
 def test_the_default_of_the_backward_pass(monkeypatch, d, deterministic, needs, expected):
-    """On Hopper. Stages with clusters are by name only."""
+    """On Hopper: for d > 128 two blocks exchange dS, where the call asks for nothing that the stage lacks."""
     device, sizes = gpu(monkeypatch, (9, 0)), PROMPT | {"d": d}
     found = flash.find_stage(None, torch.bfloat16, device, "bwd", deterministic, d, sizes, needs)
     assert found.name == expected
