@@ -17,6 +17,8 @@
 //
 // What is left:
 //
+//   - dS is made of P in float, which stays beside the rounded one: to unpack that took more instructions.
+//     And dK's products begin before dS is stored.
 //   - dK and dV leave by the copy engine, as O does in the forward: through the buffers of Q and dO.
 //   - A block for each query head, as in split_heads: with GQA there are more blocks, and each has one loop.
 //     The parts of dK and dV are added up in the order of heads, without atomics (common/reduce_heads.cuh).
@@ -29,11 +31,15 @@
 //   - Deterministic on request, as in ordered_dq: eight copies of dQ_accum, and a launch for eight tiles of
 //     keys at a time. So each number of a copy gets one addend a launch.
 //
-// Heads that fit in L2, not 16, gave (H100, bf16, one run, causal, N=16384) 546 -> 574 TFLOP/s at d=128, 443
-// -> 454 at d=64. Nine of 64, which leave one for the end, cost 488 -> 454 at d=128, N=4096. Lost (full,
-// N=2048): dQ ahead of dK (d=128 498 -> 488), dQ by halves (485), L and D in the order of lanes, four in a
-// load (d=64 395 -> 375). The next S under the end of a tile gave d=64 395 -> 401, but with turns ptxas
-// serialises it.
+// P in float and the early dK gave (H100, bf16, one run, N = 2048 / 4096 / 16384) at d=64 full 462 -> 473,
+// 500 -> 516, 513 -> 535 TFLOP/s, causal 366 -> 379, 441 -> 468, 504 -> 529; at d=128 full 536 -> 555, 558 ->
+// 601, 584 -> 614, causal 430 -> 446, 523 -> 546, 587 -> 616. Heads that fit in L2, not 16, gave (causal,
+// N=16384) 546 -> 574 at d=128, 443 -> 454 at d=64. Nine of 64, which leave one for the end, cost 488 -> 454
+// at d=128, N=4096. Lost (full, N=2048): dQ ahead of dK (d=128 498 -> 488; d=64 462 -> 456), dQ by halves
+// (d=128 485; d=64 423), L and D in the order of lanes, four in a load (d=64 395 -> 375), the last block of a
+// head rounding dQ instead of another kernel (d=128 566 -> 549). dV, or dK, in two groups, the first one
+// under the exponentials of the second: as before. The next S under the end of a tile gave d=64 395 -> 401,
+// but with turns ptxas serialises it.
 //
 // It takes dropout, a sink and a V of d_v < d columns: the maps of V and dO have d_v columns, so the engine
 // fills up with zeros. With dropout dP starts from 0, as D is subtracted after some of dP is dropped. And dV
@@ -41,7 +47,7 @@
 //
 // HBM traffic without caches (hbm, above): as in ordered_dq.
 //
-// Changed from dq_by_turns: these. At d = 256 up to 44 bytes a thread are spilled.
+// Changed from dq_by_turns: these. At d = 256 up to 40 bytes a thread are spilled.
 #pragma once
 #include "common/bulk_sums.cuh"
 #include "common/drop_transposed.cuh"
@@ -189,15 +195,17 @@ __global__ void __launch_bounds__(threads, 1) backward_kernel(
       drop_transposed(one_strip(dP_reg), mask, i * Br, j * Bc + first_key);
       for_each(dP_reg, [&](float& dP, int, int col) { dP = dropout_scale(p) * dP + D_i[col]; });
     }
-    for_both(P_frag, dP_reg, [&](float P, float& dP, int r, int col) { // line 14: dS_ij
+    auto make_dS = [&](float P, float& dP, int r, int col) {             // line 14: dS_ij
       dP = P * dP;
       mask.keep_gradient(dP, i * Br + col, j * Bc + first_key + r);
-    });
+    };
+    if (DROPOUT) for_both(P_frag, dP_reg, make_dS);      // S_reg has what dropout has kept
+    else for_both(S_reg, dP_reg, make_dS);
     if (Mask::scores) for_both(dP_reg, slope_reg, [](float& dS, float& slope, int, int) { dS *= slope; });
     to_A(dS_frag, dP_reg);
+    wgmma_PV(dK_reg, dS_frag, Q_columns + buffer);                       // line 16: + dS_ij^T Q_i
     if (part == 0) store_fragments(dST_smem + n % 2 * Bc * Br, dS_frag, Bc, first_key);
     fence_proxy_async();
-    wgmma_PV(dK_reg, dS_frag, Q_columns + buffer);                       // line 16: + dS_ij^T Q_i
     wgmma_wait<1>();                      // dV is there, dK goes on
     const bool makes_dQ = by_turns ? n % turns == warp / 4 : warp < dQ_warps;
     if (by_turns && !makes_dQ)
