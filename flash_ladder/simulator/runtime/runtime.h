@@ -82,7 +82,7 @@ struct Agent {
   bool knows_previous_kernel = false;   // has waited for its end, where a launch need not
 };
 
-struct alignas(64) Fiber : Agent {   // one CUDA thread; what every block sets anew comes first, close together
+struct alignas(64) Fiber : Agent {   // one CUDA thread. What every block sets anew stands first, together
   void* stack_pointer = nullptr;
   char* stack = nullptr;   // its lowest address
   uint3 thread_index{};
