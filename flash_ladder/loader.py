@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import functools
 import hashlib
 import os
@@ -10,6 +11,7 @@ import re
 import shlex
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
@@ -68,21 +70,24 @@ def _build_for_cpu(name: str, files: list[Path], macros: dict[str, str | Path], 
     name = _name(name, files, macros, flags, simulator.signature(), torch.__version__)
     folder = BUILD / name / "translated"
     translated = simulator.translated_files(files, ROOT, folder)
+    macros = {macro: translated[value] if isinstance(value, Path) else value
+              for macro, value in macros.items()}
 
-    def write_sources(with_checks: bool) -> list[Path]:
+    def compile_into(library: Path, with_checks: bool) -> None:
         try:
             simulator.translate_files(translated, with_checks)
         except simulator.TranslationError as error:
             raise RuntimeError(f"cannot translate CUDA for the CPU: {error}") from None
-        return [translated[files[0]]]
-
-    macros = {macro: translated[value] if isinstance(value, Path) else value
-              for macro, value in macros.items()}
+        includes = [f"-I{folder}", f"-I{folder / 'stages'}"]
+        with _explained(name):
+            simulator.compile_library(
+                translated[files[0]], library,
+                [*_defines(macros), *_precompiled_header(flags), *flags, *includes],
+                [str(runtime), f"-Wl,-rpath,{runtime.parent}", *simulator.link_flags(checked)])
+            ctypes.CDLL(str(library))  # or the linker's errors would be the first call's
 
     def build(with_checks: bool) -> Path:
-        return _build(name, lambda: write_sources(with_checks), macros,
-                      cflags=[*flags, f"-I{folder}", f"-I{folder / 'stages'}"],
-                      ldflags=[str(runtime), f"-Wl,-rpath,{runtime.parent}", *simulator.link_flags(checked)])
+        return _once(name, f"{name}.so", lambda library: compile_into(library, with_checks))
 
     if checked:
         with contextlib.suppress(RuntimeError):
@@ -90,13 +95,26 @@ def _build_for_cpu(name: str, files: list[Path], macros: dict[str, str | Path], 
     return build(False)  # so the compiler's messages are of the user's text, and what is right compiles
 
 
+def _precompiled_header(flags: list[str]) -> list[str]:
+    """Where the simulator's cuda_runtime.h is, already parsed, for builds with these flags: as a flag, which
+    must be the first -I. It saves a third of most builds. [] if there is none: then it is read as it is.
+    """
+    if not simulator.precompiles():
+        return []
+    name = _name("header", [], flags, simulator.signature())
+    try:
+        header = _once(name, "cuda_runtime.h.gch", lambda file: simulator.precompile(file, flags))
+    except RuntimeError:
+        return []
+    return [f"-I{header.parent}"]
+
+
 def build_simulator() -> Path:
-    name = _name("simulator", [], simulator.signature(), torch.__version__)
-    if not _is_built(name):
+    flags = ["-std=c++17", "-O2", "-g1", "-fno-strict-aliasing", "-fno-semantic-interposition"]
+    name = _name("simulator", [], flags, simulator.signature(), torch.__version__)
+    if not _is_built(name, f"{name}.so"):
         print("Building the simulator, once: a few seconds ...", file=sys.stderr, flush=True)
-    return _build(name, simulator.runtime_sources, {},
-                  cflags=["-std=c++17", "-O2", "-g", "-fno-strict-aliasing", "-fno-semantic-interposition"],
-                  ldflags=["-ldl", "-pthread"])
+    return _build(name, simulator.runtime_sources(), {}, cflags=flags, ldflags=["-ldl", "-pthread"])
 
 
 def _build_for_gpu(name: str, files: list[Path], macros: dict[str, str | Path], capability: tuple) -> Path:
@@ -108,7 +126,7 @@ def _build_for_gpu(name: str, files: list[Path], macros: dict[str, str | Path], 
              "-U__CUDA_NO_HALF2_OPERATORS__", "-U__CUDA_NO_BFLOAT16_CONVERSIONS__",
              *(["-G"] if debug() else ["-O3"])]
     name = _name(f"{name}_sm{arch}", files, macros, flags, str(nvcc), nvcc_version(nvcc), torch.__version__)
-    return _build(name, lambda: [files[0]], macros, cuda_cflags=flags, cuda_home=nvcc.parent.parent,
+    return _build(name, [files[0]], macros, cuda_cflags=flags, cuda_home=nvcc.parent.parent,
                   ldflags=[f"-L{_linkable_cudart(nvcc.parent.parent)}"])
 
 
@@ -134,10 +152,10 @@ def _linkable_cudart(cuda_home: Path) -> Path:
     return link.parent
 
 
-def _is_built(name: str) -> bool:
-    """Whether the library is there, as it was when it was done: not cut short, say by a full disk."""
+def _is_built(name: str, file: str) -> bool:
+    """Whether the file is there, as it was when it was done: not cut short, say by a full disk."""
     try:
-        return (BUILD / name / cache.DONE).read_text() == _fingerprint(BUILD / name / f"{name}.so")
+        return (BUILD / name / cache.DONE).read_text() == _fingerprint(BUILD / name / file)
     except (FileNotFoundError, NotADirectoryError):
         return False
 
@@ -153,58 +171,82 @@ def _hash_of(file: Path, *status: int) -> str:
     return hashlib.sha256(file.read_bytes()).hexdigest()
 
 
-def _build(name: str, sources, macros: dict[str, str | Path], cflags=(), cuda_cflags=(), ldflags=(),
-           cuda_home: Path | None = None) -> Path:
-    """Compile and link `sources()` to build/<name>/<name>.so with torch's cpp_extension, unless it is there.
+def _once(name: str, file: str, make: Callable[[Path], None]) -> Path:
+    """build/<name>/<file>, by make(its path) unless it is there.
 
     Safe beside another process that builds the same, and after a build that was interrupted: our lock is the
-    kernel's, so it ends with the process that holds it. torch's lock is a file, which an interrupted build
-    leaves behind and the next one waits for without end; under our lock such a file can only be an orphan,
-    and is deleted.
+    kernel's, so it ends with the process that holds it.
 
     Raises:
         RuntimeError: with the compiler's errors.
     """
     folder = BUILD / name
-    library = folder / f"{name}.so"
+    path = folder / file
     cache.mark_used(folder)  # before we look: then nobody deletes it
-    if _is_built(name):
-        return library
+    if _is_built(name, file):
+        return path
     with contextlib.ExitStack() as stack:
         try:
             stack.enter_context(cache.locked(folder))
         except OSError as error:
             raise RuntimeError(f"cannot write to the build folder {BUILD} ({error.strerror}): "
                                "set FLASH_BUILD_DIR to another one") from None
-        if _is_built(name):
-            return library
+        if _is_built(name, file):
+            return path
+        for old in (folder / cache.DONE, path):  # a new file: another process may have mapped the old one
+            old.unlink(missing_ok=True)
+        make(path)
+        (folder / cache.DONE).write_text(_fingerprint(path))
+    cache.trim(BUILD)
+    return path
+
+
+def _build(name: str, sources: list[Path], macros: dict[str, str | Path], cflags=(), cuda_cflags=(),
+           ldflags=(), cuda_home: Path | None = None) -> Path:
+    """Compile and link the sources to build/<name>/<name>.so with torch's cpp_extension, unless it is there.
+
+    torch's lock is a file, which an interrupted build leaves behind and the next one waits for without end;
+    under our lock (`_once`) such a file can only be an orphan, and is deleted.
+
+    Raises:
+        RuntimeError: with the compiler's errors.
+    """
+    def load(library: Path) -> None:
         from torch.utils import cpp_extension  # a tenth of a second, for those who build
 
         if cuda_home:
             cpp_extension.CUDA_HOME = str(cuda_home)
-        (folder / "lock").unlink(missing_ok=True)
-        for file in (folder / cache.DONE, library):  # a new file: another process may have mapped the old one
-            file.unlink(missing_ok=True)
+        (library.parent / "lock").unlink(missing_ok=True)
         cpp_extension.JIT_EXTENSION_VERSIONER.entries.pop(name, None)  # else a failed build counts as done
-        files = [str(file) for file in sources()]
-        defines = [f'-D{macro}="{value}"' if isinstance(value, Path) else f"-D{macro}={value}"
-                   for macro, value in macros.items()]
-        try:
-            cpp_extension.load(name, files, extra_cflags=_ninja_quoted([*defines, *cflags]),
+        defines = _defines(macros)
+        with _explained(name):
+            cpp_extension.load(name, [str(file) for file in sources],
+                               extra_cflags=_ninja_quoted([*defines, *cflags]),
                                extra_cuda_cflags=_ninja_quoted([*defines, *cuda_cflags]),
-                               extra_ldflags=_ninja_quoted(ldflags), build_directory=str(folder),
+                               extra_ldflags=_ninja_quoted(ldflags), build_directory=str(library.parent),
                                with_cuda=bool(cuda_cflags), is_python_module=False, verbose=False)
-        except (RuntimeError, OSError, subprocess.CalledProcessError) as error:
-            message = f"{error}\n{error.__cause__ or ''}"  # of a library that cannot be loaded
-            raise RuntimeError(_compile_error(name, message)) from None
-        (folder / cache.DONE).write_text(_fingerprint(library))
-    cache.trim(BUILD)
-    return library
+
+    return _once(name, f"{name}.so", load)
+
+
+def _defines(macros: dict[str, str | Path]) -> list[str]:
+    return [f'-D{macro}="{value}"' if isinstance(value, Path) else f"-D{macro}={value}"
+            for macro, value in macros.items()]
 
 
 def _ninja_quoted(flags) -> list[str]:
     """load() writes flags into a ninja file as they are, and ninja hands them to a shell."""
     return [shlex.quote(flag).replace("$", "$$") for flag in flags]
+
+
+@contextlib.contextmanager
+def _explained(name: str) -> Iterator[None]:
+    """Errors of a compiler, a linker, or of a library that cannot be loaded, in few words."""
+    try:
+        yield
+    except (RuntimeError, OSError, subprocess.CalledProcessError) as error:
+        message = f"{error}\n{error.__cause__ or ''}"
+        raise RuntimeError(_compile_error(name, message)) from None
 
 
 def _compile_error(name: str, output: str) -> str:

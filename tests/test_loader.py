@@ -1,5 +1,6 @@
 """Builds: after an edit, after an interruption, from two processes at once, with and without compilers."""
 
+import contextlib
 import ctypes
 import os
 import shutil
@@ -15,7 +16,7 @@ from conftest import check, random_qkv
 
 import flash
 import flash_ladder.nvcc
-from flash_ladder import launch, loader, simulator
+from flash_ladder import launch, loader, plan, simulator
 
 ROOT = flash.ROOT
 FLASH2 = flash.STAGES / "fwd_04_flash2.cuh"
@@ -30,6 +31,7 @@ def own_build_folder(tmp_path, monkeypatch):
     (folder / built.parent.name).symlink_to(built.parent)
     monkeypatch.setattr(loader, "BUILD", folder)
     monkeypatch.setattr(launch, "_libraries", {})
+    monkeypatch.setattr(plan, "_plans", {})
     return folder
 
 
@@ -99,7 +101,7 @@ def test_compile_errors_name_the_line_and_do_not_stick(mine, device):
     good = mine.read_text()
     line = good[: good.index("float alpha")].count("\n") + 1
     mine.write_text(good.replace("const float alpha = expf", "const float alpha = exqf"))
-    for _ in range(2):  # the second time, torch's load() believes that it has built it
+    for _ in range(2):  # of nvcc, torch's load() believes the second time that it has built it
         with pytest.raises(RuntimeError) as caught:
             flash.attention(q, k, v, stage=mine)
         assert f"{mine}:{line}" in str(caught.value) or f"{mine}({line})" in str(caught.value)
@@ -117,29 +119,72 @@ def test_cuda_that_the_simulator_does_not_know(mine):
         flash.attention(q, k, v, stage=mine)
 
 
-def test_an_orphan_lock_does_not_block(own_build_folder):
+def test_an_orphan_lock_does_not_block(own_build_folder, tmp_path):
     """torch's load() waits without end for a file `lock`, which a build that was killed leaves behind."""
-    first = python(ONE_CALL, own_build_folder)
-    assert first.wait(timeout=120) == 0, first.stderr.read()
-    (build,) = own_build_folder.glob("fwd_flash2_cpu_*")
-    (build / "done").unlink()
-    (build / f"{build.name}.so").unlink()
-    (build / "lock").touch()
-    second = python(ONE_CALL, own_build_folder)
-    assert second.wait(timeout=120) == 0, second.stderr.read()
-    assert second.stdout.read() == first.stdout.read()
+    (tmp_path / "one.cpp").write_text("int one() { return 1; }")
+    folder = own_build_folder / "one"
+    folder.mkdir()
+    (folder / "lock").touch()
+    code = (f"import pathlib; from flash_ladder import loader\n"
+            f"print(loader._build('one', [pathlib.Path({str(tmp_path / 'one.cpp')!r})], {{}}))")
+    built = python(code, own_build_folder)
+    assert built.wait(timeout=120) == 0, built.stderr.read()
+    assert built.stdout.read().strip() == str(folder / "one.so") and (folder / "one.so").exists()
 
 
 def test_a_killed_build_does_not_block(own_build_folder):
     killed = python(ONE_CALL, own_build_folder)
     deadline = time.monotonic() + 60
-    while not list(own_build_folder.glob("fwd_flash2_cpu_*/lock")):
+    while not list(own_build_folder.glob("fwd_flash2_cpu_*/translated/flash_fwd.cpp")):
         assert time.monotonic() < deadline and killed.poll() is None, "the build was not seen under way"
         time.sleep(0.001)
     killed.send_signal(signal.SIGKILL)
     killed.wait()
+    assert not list(own_build_folder.glob("fwd_flash2_cpu_*/done"))
     after = python(ONE_CALL, own_build_folder)
     assert after.wait(timeout=120) == 0, after.stderr.read()
+
+
+@pytest.fixture
+def compiled(monkeypatch) -> list[list[str]]:
+    """Of each kernel, the arguments with which it is compiled."""
+    calls = []
+    compile_library = simulator.compile_library
+    monkeypatch.setattr(simulator, "compile_library", lambda source, library, cflags, ldflags: (
+        calls.append([str(source), *cflags]), compile_library(source, library, cflags, ldflags)))
+    return calls
+
+
+@pytest.mark.parametrize("checked", [False, True])
+def test_the_header_is_precompiled(own_build_folder, compiled, checked):
+    """Once for all kernels with the same flags; and g++ takes it. (-H lists it with a `!`, what it refuses
+    with an `x`.)"""
+    q, k, v = random_qkv(1, 1, 1, 10, 10, 16, "cpu")
+    for stage in ("flash2", "naive"):
+        with flash.inspect() if checked else contextlib.nullcontext():
+            flash.attention(q, k, v, stage=stage)
+    (header,) = own_build_folder.glob("header_*/cuda_runtime.h.gch")
+    assert len(compiled) == 2
+    for arguments in compiled:
+        done = subprocess.run([simulator.compiler(), "-H", "-fsyntax-only", "-fPIC", "-Winvalid-pch",
+                               *arguments], capture_output=True, text=True)
+        assert f"! {header}" in done.stderr and "\nx " not in f"\n{done.stderr}", done.stderr
+
+
+@pytest.mark.parametrize("there_is", ["none", "one for other flags"])
+def test_without_a_precompiled_header(own_build_folder, compiled, monkeypatch, there_is):
+    """The header is read as it is."""
+    def refuse(file, flags):
+        if there_is == "none":
+            raise RuntimeError("no space left")
+        precompile(file, ["-std=c++17", "-O0", "-DSIM_CHECKED", f"-I{simulator.INCLUDE}"])
+
+    precompile = simulator.precompile
+    monkeypatch.setattr(simulator, "precompile", refuse)
+    q, k, v = random_qkv(1, 2, 2, 30, 30, 16, "cpu")
+    check(*flash.attention(q, k, v, stage="flash2", return_lse=True), q, k, v)
+    headers = [argument for argument in compiled[0] if "/header_" in argument]
+    assert len(headers) == (there_is != "none") == len(list(own_build_folder.glob("header_*/*.gch")))
 
 
 def test_two_processes_build_at_once(own_build_folder):
@@ -151,7 +196,7 @@ def test_two_processes_build_at_once(own_build_folder):
 
 @pytest.mark.slow
 def test_paths_with_spaces_and_quotes(tmp_path, mine):
-    """The flags pass through ninja and a shell."""
+    """Of the simulator, the flags pass through ninja and a shell."""
     folder = tmp_path / "a folder (it's mine)"
     folder.mkdir()
     own = folder / "my stage.cuh"

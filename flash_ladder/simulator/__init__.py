@@ -17,9 +17,9 @@ from pathlib import Path
 from ..sources import read_source
 from .translate import TranslationError, translate
 
-__all__ = ["TranslationError", "compile_flags", "link_flags", "missing_checker", "missing_compiler",
-           "resolve_addresses", "runtime_sources", "signature", "translate", "translate_files",
-           "translated_files"]
+__all__ = ["TranslationError", "compile_flags", "compile_library", "link_flags", "missing_checker",
+           "missing_compiler", "precompile", "precompiles", "resolve_addresses", "runtime_sources",
+           "signature", "translate", "translate_files", "translated_files"]
 
 FOLDER = Path(__file__).resolve().parent
 INCLUDE = FOLDER / "include"
@@ -102,6 +102,49 @@ def link_flags(checked: bool) -> list[str]:
         return []
     names = ["exit", "_exit", "_Exit", "quick_exit", *["memcpy", "memmove", "memset"] * checked]
     return [f"-Wl,--wrap={name}" for name in names]
+
+
+def compile_library(source: Path, library: Path, cflags: list[str], ldflags: list[str]) -> None:
+    """Compile one C++ file, and link it: not to torch, which it does not use, and whose libraries take longer
+    to link than all else. (The flags of the checker must not reach the linker, who would add libtsan.)
+
+    Raises:
+        RuntimeError: with the compiler's messages.
+    """
+    compiled = library.with_suffix(".o")
+    undefined = ["-undefined", "dynamic_lookup"] * (platform.system() == "Darwin")
+    _compile(["-fPIC", *cflags, "-c", str(source)], compiled)
+    _compile(["-shared", str(compiled), *ldflags, *undefined], library)
+    compiled.unlink(missing_ok=True)
+
+
+def precompiles() -> bool:
+    """Whether the compiler finds a precompiled header by the name of the header that is included."""
+    return not _is_clang(compiler())
+
+
+def precompile(header: Path, flags: list[str]) -> None:
+    """Parse cuda_runtime.h once for all kernels with these flags, to cuda_runtime.h.gch, whose path is given.
+    g++ takes that for the header if its folder comes first among those with headers; beside it is a
+    cuda_runtime.h that includes ours, for when g++ must not take it.
+
+    Raises:
+        RuntimeError: with the compiler's messages.
+    """
+    source = header.with_suffix("")
+    source.write_text(f'#include "{INCLUDE / source.name}"\n')
+    _compile(["-fPIC", "-x", "c++-header", str(source), *flags], header)
+
+
+def _compile(arguments: list[str], output: Path) -> None:
+    """Call the compiler. The output is there when it is complete, not before."""
+    part = output.with_name(f"{output.name}.{os.getpid()}")
+    done = subprocess.run([compiler(), *arguments, "-o", str(part)], capture_output=True, text=True,
+                          errors="replace")
+    if done.returncode:
+        part.unlink(missing_ok=True)
+        raise RuntimeError(done.stderr)
+    part.replace(output)
 
 
 def signature() -> str:

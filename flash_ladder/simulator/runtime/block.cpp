@@ -174,6 +174,9 @@ extern "C" void sim_fiber_main() {   // the first function on every fiber's stac
   __builtin_unreachable();
 }
 
+// Not at the same place of each page: for that caches have few lines, and all threads would compete for them.
+static char* stack_top(const Fiber& f) { return f.stack + STACK_BYTES - f.number % 16 * 256; }
+
 void begin_block(Worker& w, size_t number) {
   const dim3 grid = w.launch->grid, block = w.launch->block;
   w.block = uint32_t(number);
@@ -198,7 +201,7 @@ void begin_block(Worker& w, size_t number) {
     f.copy_groups = f.bulk_groups = 0;
     f.registers.clear();
     f.has_fenced_registers = f.at_cluster_barrier = f.knows_previous_kernel = false;
-    f.stack_pointer = fresh_stack(f.stack + STACK_BYTES);
+    f.stack_pointer = fresh_stack(stack_top(f));
     w.ready.push_back(&f);
   }
   if (w.launch->checked) begin_checked_block(w);

@@ -28,7 +28,8 @@ static std::unordered_map<const void*, int> opted_in_shared;   // cudaFuncSetAtt
 static std::vector<Worker*> idle_workers;                      // kept for their stacks
 constexpr size_t MOST_IDLE_STACKS = 4096, MOST_STACKS = 16384; // two mappings each, of 65530 a process has
 constexpr size_t MOST_BLOCKS_OF_A_CLUSTER = 8;                 // on every GPU that has clusters
-constexpr size_t STACK_PITCH = STACK_BYTES + GUARD_BYTES;
+static const size_t PAGE = sysconf(_SC_PAGESIZE);
+static const size_t STACK_PITCH = (STACK_BYTES + GUARD_BYTES + PAGE - 1) / PAGE * PAGE;
 
 static void set_error(cudaError_t error, const std::string& text) {
   pending = error;
@@ -80,8 +81,7 @@ static uint64_t random_seed() {
 }
 
 static void prepare(Worker& w, const Launch& launch, size_t threads) {
-  const size_t page = sysconf(_SC_PAGESIZE);
-  const size_t shared_pages = (SHARED_MEMORY_PER_BLOCK + page - 1) / page * page;
+  const size_t shared_pages = (SHARED_MEMORY_PER_BLOCK + PAGE - 1) / PAGE * PAGE;
   if (!w.shared) {                       // between two guards
     char* p = map_memory(ARENA_BYTES + 2 * GUARD_BYTES);
     mprotect(p, GUARD_BYTES, PROT_NONE);

@@ -39,7 +39,8 @@ constexpr int MOST_THREADS = 1024;              // of a block
 constexpr size_t SHARED_MEMORY_PER_BLOCK = 227 * KB;   // as on an H100, after opting in
 constexpr size_t SHARED_MEMORY_DEFAULT = 48 * KB;      // without
 constexpr size_t ARENA_BYTES = 512 * KB;   // for it, and in checked builds for gaps between its arrays
-constexpr size_t STACK_BYTES = 128 * KB;               // of one fiber
+constexpr size_t LOCAL_BYTES = 128 * KB;               // for the local variables of one fiber
+constexpr size_t STACK_BYTES = LOCAL_BYTES + 4 * KB;   // of its stack: tops are shifted by less than 4 KB
 constexpr size_t GUARD_BYTES = 64 * KB;   // beside it, never accessed: the largest page of any CPU
 constexpr int WARP_SIZE = 32;
 
@@ -81,19 +82,22 @@ struct Agent {
   bool knows_previous_kernel = false;   // has waited for its end, where a launch need not
 };
 
-struct Fiber : Agent {     // one CUDA thread
+struct alignas(64) Fiber : Agent {   // one CUDA thread. What every block sets anew stands first, together
   void* stack_pointer = nullptr;
   char* stack = nullptr;   // its lowest address
   uint3 thread_index{};
   State state = State::READY;
-  const char* waits_for = "";
-  Site site;               // where it waits
-  std::vector<Copy> copies;       // that nobody has waited for, in the order of their start
   int copy_groups = 0;            // committed
   int bulk_groups = 0;            // the same, of stores by the copy engine
+  bool at_cluster_barrier = false;     // it has arrived, in this phase, and not waited
+  bool has_fenced_registers = false;   // wgmma_fence() has come since the kernel's start
+  Site site;               // where it waits
+  std::vector<Copy> copies;       // that nobody has waited for, in the order of their start
+  std::vector<Registers> registers;   // arrays that it has given wgmma as registers
+
+  const char* waits_for = "";
   const void* waits_at = nullptr; // an Mbarrier, for a phase of this parity; or a NamedBarrier
   int parity = 0;
-  bool at_cluster_barrier = false;   // it has arrived, in this phase, and not waited
   uint32_t cluster_phase = 0;
 
   // For the checker: the time of its last access, and what its fences and atomics have passed on
@@ -103,10 +107,6 @@ struct Fiber : Agent {     // one CUDA thread
   // What it has stored last, looked at when it has been, and the number of that access
   const char* stored = nullptr;
   uint16_t stored_bytes = 0, stored_access = 0;
-
-  // Arrays that it has given wgmma as registers; and whether wgmma_fence() has come since the kernel's start
-  std::vector<Registers> registers;
-  bool has_fenced_registers = false;
 };
 
 struct Barrier {           // __syncthreads: all threads of the block that have not exited

@@ -167,7 +167,7 @@ static std::string fault(int signal, siginfo_t* info, void* context) {
   if (worker && worker->current) {
     const char* stack = worker->current->stack;
     if (address < stack && address >= stack - GUARD_BYTES)
-      return "stack overflow: local arrays take more than " + std::to_string(STACK_BYTES / KB) +
+      return "stack overflow: local arrays take more than " + std::to_string(LOCAL_BYTES / KB) +
              " KB a thread";
   } else if (std::abs(address - stack_pointer(context)) < long(GUARD_BYTES)) {
     return "stack overflow: a recursion without an end?";
