@@ -4,6 +4,7 @@ The references are written from the documented layouts: PTX ISA 9.0, "Asynchrono
 Instructions" and "Tensors".
 """
 
+import concurrent.futures
 import ctypes
 import functools
 import itertools
@@ -376,6 +377,15 @@ def test_tensor_maps_of_any_strides(device, stage):
                                    stage=stage, return_lse=True)
         assert all(map(torch.equal, found, expected)), name
         check(*found, *tensors)
+
+
+def test_a_thread_that_has_not_used_the_gpu(device):
+    """It has no context, and the driver makes no tensor map without one. (So a model's first backward pass
+    failed, in autograd's thread, where nothing was allocated ahead of it.)"""
+    q, k, v = torch.randn(3, 1, 2, 70, 64).to(device, torch.float16)
+    expected = flash.attention(q, k, v, stage="tma")
+    with concurrent.futures.ThreadPoolExecutor(1) as new:
+        assert torch.equal(new.submit(flash.attention, q, k, v, stage="tma").result(), expected)
 
 
 # ------------------------------------------------------------------------------------------ what it costs

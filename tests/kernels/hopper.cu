@@ -22,6 +22,7 @@ static CUresult any_map(CUtensorMap& map, void* x, CUtensorMapDataType type, con
                         const int* strides, const int* box, int swizzle) {
   void* function = nullptr;
   cudaDriverEntryPointQueryResult found;
+  cudaFree(nullptr);                        // the driver wants a context
   cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &function, 12000, cudaEnableDefault, &found);
   cuuint64_t all_sizes[4], all_strides[3];
   cuuint32_t all_box[4], steps[] = {1, 1, 1, 1};

@@ -261,6 +261,7 @@ static std::string wrong_configuration(const Launch& l, size_t threads, size_t b
 }
 
 extern "C" void sim_launch(const Launch* requested) {
+  give_context();
   if (pending != cudaSuccess) return;
   Launch copy = *requested;
   const Launch* launch = &copy;

@@ -237,5 +237,6 @@ void multiply_some(Worker& w);
 
 // launch.cpp: why a call on the host will return an error
 void explain_error(const std::string& text);
+void give_context();                       // to this thread, for the driver
 
 }  // namespace sim

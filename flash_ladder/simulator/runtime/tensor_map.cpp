@@ -47,11 +47,27 @@ static std::string wrong_map(const CUtensorMap* map, int element, uint32_t rank,
   return "";
 }
 
+// A thread has one once the runtime has done something for it: a launch, say, or cudaFree(nullptr). The
+// driver's functions do nothing without.
+static thread_local bool has_context = false;
+
+void give_context() { has_context = true; }
+
+extern "C" cudaError_t sim_free(void* pointer) {
+  if (pointer) return cudaErrorInvalidValue;       // there is no cudaMalloc
+  give_context();
+  return cudaSuccess;
+}
+
 extern "C" CUresult sim_encode_tensor_map(CUtensorMap* map, CUtensorMapDataType type, cuuint32_t rank,
                                           void* address, const cuuint64_t* sizes, const cuuint64_t* strides,
                                           const cuuint32_t* box, const cuuint32_t* steps,
                                           CUtensorMapInterleave interleave, CUtensorMapSwizzle swizzle,
                                           CUtensorMapL2promotion, CUtensorMapFloatOOBfill) {
+  if (!has_context) {
+    explain_error("cuTensorMapEncodeTiled: this thread has no context yet: cudaFree(nullptr) gives it one");
+    return CUDA_ERROR_INVALID_CONTEXT;
+  }
   const int element = bytes_of(type);
   const std::string wrong = wrong_map(map, element, rank, address, sizes, strides, box, steps, interleave,
                                       swizzle);

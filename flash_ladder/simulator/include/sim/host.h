@@ -56,6 +56,7 @@ cudaError_t sim_take_error();
 cudaError_t sim_peek_error();
 const char* sim_error_text(cudaError_t error);
 cudaError_t sim_driver_function(const char* name, void** function);
+cudaError_t sim_free(void* pointer);
 }
 }  // namespace sim
 
@@ -70,6 +71,7 @@ enum cudaDeviceAttr { cudaDevAttrMultiProcessorCount = 16 };
 inline cudaError_t cudaGetDevice(int* device) { return *device = 0, cudaSuccess; }
 inline cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr, int) { return *value = 3, cudaSuccess; }
 
+inline cudaError_t cudaFree(void* pointer) { return sim::sim_free(pointer); }      // of nullptr alone
 inline cudaError_t cudaGetLastError() { return sim::sim_take_error(); }
 inline cudaError_t cudaPeekAtLastError() { return sim::sim_peek_error(); }
 inline cudaError_t cudaGetDriverEntryPointByVersion(const char* name, void** function, unsigned,
