@@ -101,8 +101,9 @@ def statement_end(code: str, start: int) -> int:
     word = re.compile(r"(?:for|while|if|switch|else|do)\b(?:\s+constexpr)?").match(code, start)
     if code[start] == "{":
         return closing(code, start)
-    if word and word[0] == "else" or word and word[0] == "do":
-        return statement_end(code, next_code(code, word.end()))
+    if word and word[0] in ("else", "do"):
+        end = statement_end(code, next_code(code, word.end()))
+        return end if word[0] == "else" else statement_end(code, next_code(code, end) + len("while"))
     if word:
         end = statement_end(code, next_code(code, closing(code, code.index("(", word.end()))))
         follows = next_code(code, end)
