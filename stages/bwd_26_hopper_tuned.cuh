@@ -49,7 +49,7 @@
 //
 // HBM traffic without caches (hbm, above): as in ordered_dq.
 //
-// Changed from dq_by_turns: these. At d = 256 up to 40 bytes a thread are spilled.
+// Changed from dq_by_turns: these.
 #pragma once
 #include "common/bulk_sums.cuh"
 #include "common/drop_transposed.cuh"
@@ -89,6 +89,7 @@ __global__ void __launch_bounds__(threads, 1) backward_kernel(
     const __grid_constant__ CUtensorMap Q_map, const __grid_constant__ CUtensorMap K_map,
     const __grid_constant__ CUtensorMap V_map, const __grid_constant__ CUtensorMap dO_map,
     const __grid_constant__ CUtensorMap dK_map, const __grid_constant__ CUtensorMap dV_map) {
+  if (DETERMINISTIC) block_heads = 1;       // it is, and now the compiler knows
   const int Tr = ceil_div(p.N_q, Br), heads = p.B * p.H / block_heads;   // lines 1, 2
   // line 5: masked, blocks that most rows see come first, of some heads: L2 holds their Q, dO and dQ
   const int together = CAUSAL || !Mask::all_keys ? heads_with_sums_in_L2(heads, p.N_q) : 1;
@@ -205,12 +206,11 @@ __global__ void __launch_bounds__(threads, 1) backward_kernel(
         drop_transposed(one_strip(dP_reg), mask, i * Br, j * Bc + first_key);
         for_each(dP_reg, [&](float& dP, int, int col) { dP = dropout_scale(p) * dP + D_i[col]; });
       }
-      auto make_dS = [&](float P, float& dP, int r, int col) {           // line 14: dS_ij
+      if (DROPOUT) for_both(P_frag, S_reg, [](float P, float& x, int, int) { x = P; });    // none dropped
+      for_both(S_reg, dP_reg, [&](float P, float& dP, int r, int col) { // line 14: dS_ij
         dP = P * dP;
         mask.keep_gradient(dP, i * Br + col, j * Bc + first_key + r);
-      };
-      if (DROPOUT) for_both(P_frag, dP_reg, make_dS);    // S_reg has what dropout has kept
-      else for_both(S_reg, dP_reg, make_dS);
+      });
       if (Mask::scores) for_both(dP_reg, slope_reg, [](float& dS, float& slope, int, int) { dS *= slope; });
       to_A(dS_frag, dP_reg);
       wgmma_PV(dK_reg, dS_frag, Q_columns + buffer);                     // line 16: + dS_ij^T Q_i
