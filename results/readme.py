@@ -351,9 +351,9 @@ def long() -> str:
 
 
 def measured_masks() -> str:
-    """Masks on an H200, beside PyTorch's; empty before they are measured."""
-    file = RESULTS / "h200" / "masks.json"
-    return masks.table(json.loads(file.read_text())) if file.exists() else ""
+    """Masks beside PyTorch's, on each GPU that they were measured on, the latest first."""
+    files = sorted(RESULTS.glob("*/masks.json"), reverse=True)
+    return "\n\n".join(masks.table(json.loads(file.read_text())) for file in files)
 
 
 def measured_dropout() -> str:

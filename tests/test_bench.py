@@ -625,6 +625,7 @@ def test_pairs(monkeypatch):
     mine = dataclasses.replace(backward.stages[0], number=0, name="mine", after="recompute")
     assert competitors.forward_stage(mine, both).name == "flash2"
     assert competitors.forward_stage(dataclasses.replace(mine, after=""), both) == best
+    assert competitors.forward_stage(dataclasses.replace(mine, default="sm_90a"), both) == best
 
 
 @pytest.mark.parametrize("name", BACKWARD)

@@ -76,11 +76,14 @@ def of_stage(stage: flash.Stage, args: argparse.Namespace, **tiles: int) -> Comp
 
 def forward_stage(backward: flash.Stage, args: argparse.Namespace) -> flash.Stage:
     """The forward stage that runs before a backward one. For "bwd" the best that runs here; for "fwd+bwd" its
-    namesake, else the parent of the next namesake on its branch; else that of the stage that it grew from."""
+    namesake, else, of what calls take, the best, else the parent of the next namesake on its branch; else
+    that of the stage that it grew from."""
     best = flash.find_stage(None, flash.DTYPES[args.dtype], args.device, d=args.head_dim)
     if args.direction == "bwd":
         return best
     able = {stage.name: stage for stage in flash.stages("fwd") if not why_not(stage, args)}
+    if backward.default and backward.name not in able:
+        return best
     ladder = {stage.name: stage for stage in flash.stages("bwd")}
     stage: flash.Stage | None = backward
     while stage:
