@@ -33,9 +33,15 @@
 // -> 501 TFLOP/s, causal 315 -> 329, 382 -> 413, 454 -> 473. By turns at d=128 499 -> 491, 550 -> 542, 560 ->
 // 561. With room for half of the sums, so that the copy engine is waited for within a turn, d=64 had 407.
 //
+// So that exponentials, too, meet fewer other instructions, dS is made of P in float, which stays beside the
+// rounded one: to unpack that took two instructions a pair. And dK's products begin before dS is stored.
+// These two gave (H100, bf16, one run, N = 2048 / 4096 / 16384, in hopper_tuned) at d=64 full 462 -> 473, 500
+// -> 516, 513 -> 535 TFLOP/s, causal 366 -> 379, 441 -> 468, 504 -> 529; at d=128 full 536 -> 555, 558 ->
+// 601, 584 -> 614, causal 430 -> 446, 523 -> 546, 587 -> 616.
+//
 // HBM traffic without caches (hbm, above): as in late_dq.
 //
-// Changed from seeded: this.
+// Changed from seeded: these.
 #pragma once
 #include "common/bulk_sums.cuh"
 #include "common/exp2.cuh"
@@ -116,9 +122,10 @@ __global__ void __launch_bounds__(threads, 1) backward_kernel(
   // What wgmma reads: 64 rows of K_j and V_j, and of dS; Q_i and dO_i in buffer 0, both ways; columns of K_j
   const uint32_t K_tile = matrix_at(K_smem.tiles + first_key / 64 * 64 * panel);
   const uint32_t V_tile = K_tile + Bc * pitch / 8;      // it lies behind K_j; no register of its own
-  const uint32_t Q_tile = matrix_at(Q_smem.tiles), dO_tile = matrix_at(dO_smem.tiles);
+  const uint32_t behind_Q = 2 * Br * pitch / 8;         // dO_i lies behind Q_i
+  const uint32_t Q_tile = matrix_at(Q_smem.tiles), dO_tile = Q_tile + behind_Q;
   const uint32_t Q_columns = matrix_at(Q_smem.tiles + first_col * Br, 128 * Br);
-  const uint32_t dO_columns = matrix_at(dO_smem.tiles + first_col * Br, 128 * Br);
+  const uint32_t dO_columns = Q_columns + behind_Q;
   const uint32_t dS_rows = matrix_at(dST_smem + warp_row / 64 * Bc * panel);
   const uint32_t K_columns = matrix_at(K_smem.tiles + first_dim * Bc, 128 * Bc);
 
@@ -163,15 +170,15 @@ __global__ void __launch_bounds__(threads, 1) backward_kernel(
       wgmma_PV(dV_reg, P_frag, dO_columns + buffer);                     // line 12: + P_ij^T dO_i
       wgmma_wait<1>();                    // dP^T is there, dV goes on
 
-      for_both(P_frag, dP_reg, [&](float P, float& dP, int r, int col) { // line 14: dS_ij
+      for_both(S_reg, dP_reg, [&](float P, float& dP, int r, int col) {  // line 14: dS_ij
         dP = P * dP;
         mask.keep_gradient(dP, i * Br + col, j * Bc + first_key + r);
       });
       if (Mask::scores) for_both(dP_reg, slope_reg, [](float& dS, float& slope, int, int) { dS *= slope; });
       to_A(dS_frag, dP_reg);
+      wgmma_PV(dK_reg, dS_frag, Q_columns + buffer);                     // line 16: + dS_ij^T Q_i
       if (part == 0) store_fragments(dST_smem + n % 2 * Bc * Br, dS_frag, Bc, first_key);
       fence_proxy_async();
-      wgmma_PV(dK_reg, dS_frag, Q_columns + buffer);                     // line 16: + dS_ij^T Q_i
       wgmma_wait<1>();                    // dV is there, dK goes on
       const bool makes_dQ = by_turns ? n % turns == warp / 4 : warp < dQ_warps;
       if (by_turns && !makes_dQ)
@@ -192,7 +199,7 @@ __global__ void __launch_bounds__(threads, 1) backward_kernel(
       wgmma_wait<dQ_strips>();            // dK is there, dQ goes on
       Q_smem.release(n);
       wgmma_wait<0>();
-      float* dQ = w.dQ_accum + (((int64_t)b * p.H + h) * Tr + i) * Br * d;
+      float* dQ = w.dQ_accum + (int64_t)((b * p.H + h) * Tr + i) * (Br * d);
       bulk_add_fragments<staged / dQ_strips / 8>(dQ, dQ_smem + 16 * warp * staged, dQ_reg, warp_row,
                                                  first_dim, dQ_part * dQ_columns);
     }                                                                    // line 17
