@@ -134,7 +134,8 @@ def beside_libraries() -> str:
     parts = []
     for file in sorted(RESULTS.glob("*/hopper.json")):
         data = json.loads(file.read_text())
-        names = sorted({row["name"]: 0 for row in data["rows"]}, key=lambda name: name in hopper.LABELS)
+        names = sorted(dict.fromkeys(row["name"] for row in data["rows"]),
+                       key=lambda name: name in hopper.LABELS)
         rows = sorted(data["rows"], key=lambda row: row["case"] != "large")
         heads = [*(hopper.LABELS.get(name, name) for name in names), "of the best"]
         lines = [f"| shape | {' | '.join(heads)} |", "|---|" + "---:|" * len(heads)]

@@ -33,8 +33,8 @@
 // -> 501 TFLOP/s, causal 315 -> 329, 382 -> 413, 454 -> 473. By turns at d=128 499 -> 491, 550 -> 542, 560 ->
 // 561. With room for half of the sums, so that the copy engine is waited for within a turn, d=64 had 407.
 //
-// So that exponentials, too, meet fewer other instructions, dS is made of P in float, which stays beside the
-// rounded one: to unpack that took two instructions a pair. And dK's products begin before dS is stored.
+// Two small things besides: dS is made of P in float, which stays beside the rounded one, as to unpack that
+// took two instructions a pair. And dK's products, which take dS from registers, begin before it is stored.
 // These two gave (H100, bf16, one run, N = 2048 / 4096 / 16384, in hopper_tuned) at d=64 full 462 -> 473, 500
 // -> 516, 513 -> 535 TFLOP/s, causal 366 -> 379, 441 -> 468, 504 -> 529; at d=128 full 536 -> 555, 558 ->
 // 601, 584 -> 614, causal 430 -> 446, 523 -> 546, 587 -> 616.
@@ -199,7 +199,7 @@ __global__ void __launch_bounds__(threads, 1) backward_kernel(
       wgmma_wait<dQ_strips>();            // dK is there, dQ goes on
       Q_smem.release(n);
       wgmma_wait<0>();
-      float* dQ = w.dQ_accum + (int64_t)((b * p.H + h) * Tr + i) * (Br * d);
+      float* dQ = w.dQ_accum + (int64_t)((b * p.H + h) * Tr + i) * (Br * d);       // 32 bits do for tiles
       bulk_add_fragments<staged / dQ_strips / 8>(dQ, dQ_smem + 16 * warp * staged, dQ_reg, warp_row,
                                                  first_dim, dQ_part * dQ_columns);
     }                                                                    // line 17

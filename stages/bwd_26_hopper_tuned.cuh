@@ -193,7 +193,7 @@ __global__ void __launch_bounds__(threads, 1) backward_kernel(
       drop_transposed(one_strip(dP_reg), mask, i * Br, j * Bc + first_key);
       for_each(dP_reg, [&](float& dP, int, int col) { dP = dropout_scale(p) * dP + D_i[col]; });
     }
-    if (DROPOUT) for_both(P_frag, S_reg, [](float P, float& x, int, int) { x = P; });    // none dropped
+    if (DROPOUT) for_both(P_frag, S_reg, [](float P, float& x, int, int) { x = P; });   // all of P
     for_both(S_reg, dP_reg, [&](float P, float& dP, int r, int col) {  // line 14: dS_ij
       dP = P * dP;
       mask.keep_gradient(dP, i * Br + col, j * Bc + first_key + r);

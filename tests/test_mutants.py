@@ -469,6 +469,13 @@ EQUIVALENT, MISSED = mutants.reasons(mutants.EQUIVALENT), mutants.reasons(mutant
 SAMPLE = {"fwd_13_cp_async": 8, "bwd_11_cp_async": 16}      # every so many of a stage's own
 
 
+@pytest.mark.parametrize("code", ["do { x(); } while (y(1)); z();", "do x(); while (y(1)); z();",
+                                  "for (;;) { x(); } z();", "if (y) x(); else { w(); } z();"])
+def test_where_a_statement_ends(code):
+    """There the next one is put ahead of it: a `do` ends after its `while`."""
+    assert code[mutation.statement_end(code, 0):] == " z();"
+
+
 def test_the_mutants_are_those_of_the_stages():
     """results/cpu/mutants.json has a row for each mutant, and no other; else, and if a stage has changed in
     another way: python results/mutants.py results/cpu --stages NAME."""

@@ -38,16 +38,18 @@ inline cudaError_t make_tensor_map(CUtensorMap& map, const Tensor& x, int B, int
     cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &function, 12000, cudaEnableDefault, &found);
     return reinterpret_cast<decltype(&cuTensorMapEncodeTiled)>(function);
   }();
-  // A thread for which the runtime has done nothing yet, as autograd's may be, has no context: this makes one
-  thread_local const cudaError_t context = cudaFree(nullptr);
-  if (!encode || context != cudaSuccess) return encode ? context : cudaErrorNotSupported;
+  if (!encode) return cudaErrorNotSupported;
   auto bytes = [](int64_t stride, int size) { return cuuint64_t(size > 1 ? sizeof(ELEMENT) * stride : 16); };
   const cuuint64_t sizes[] = {cuuint64_t(columns), cuuint64_t(N), cuuint64_t(heads), cuuint64_t(B)};
   const cuuint64_t strides[] = {bytes(x.stride_n, N), bytes(x.stride_h, heads), bytes(x.stride_b, B)};
   const cuuint32_t box[] = {panel, cuuint32_t(box_rows), 1, 1}, steps[] = {1, 1, 1, 1};
-  const CUresult result = encode(&map, CU_TENSOR_MAP_DATA_TYPE_UINT16, 4, x.data, sizes, strides, box, steps,
-                                 CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
-                                 CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  auto make = [&] { return encode(&map, CU_TENSOR_MAP_DATA_TYPE_UINT16, 4, x.data, sizes, strides, box, steps,
+                                  CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
+                                  CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE); };
+  CUresult result = make();
+  // A thread for which the runtime has done nothing yet, as autograd's may be, has no context: cudaFree()
+  // makes one. (At each call it would not do: it may not be called while a graph is captured.)
+  if (result == CUDA_ERROR_INVALID_CONTEXT && cudaFree(nullptr) == cudaSuccess) result = make();
   return result == CUDA_SUCCESS ? cudaSuccess : cudaErrorInvalidValue;
 }
 
