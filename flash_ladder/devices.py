@@ -29,6 +29,11 @@ def multiprocessors(device: torch.device) -> tuple[int, int]:
     return properties.multi_processor_count, properties.shared_memory_per_multiprocessor
 
 
+def multiprocessors_of_a_launch(device: torch.device) -> int:
+    """As many as a stage's launch() is told."""
+    return simulator.FEW_MULTIPROCESSORS if device.type == "cpu" else multiprocessors(device)[0]
+
+
 def shared_memory_per_block(device: torch.device) -> int:
     """Bytes of shared memory that a block may ask for."""
     if device.type == "cpu":

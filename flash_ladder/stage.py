@@ -13,7 +13,7 @@ import torch
 
 from . import simulator
 from .arithmetic import ArithmeticProblem, evaluate
-from .devices import default_device, multiprocessors
+from .devices import default_device, multiprocessors, multiprocessors_of_a_launch
 from .nvcc import find_nvcc
 from .sources import STAGES, line_of, read_source, source_files
 from .values import as_integer, shown
@@ -58,7 +58,7 @@ class Stage:
     N_q * H / H_kv rounded up to one. `calls` is one in B, H, H_kv, N_q, N_k, d. `limits` and `shared`, in
     bytes a block, are in d, Br and Bc; `splits` also in B, H, H_kv, N_q, N_k, Tr, Tc, Td = ceil(d / Bc) and
     blocks, those that a device has shared memory for at once, and multiprocessors; `hbm`, in bytes, in splits
-    instead.
+    and multiprocessors instead.
     """
 
     number: int
@@ -208,8 +208,10 @@ class Stage:
             return None
         sizes = {"B": B, "H": H, "H_kv": H_kv or H, "N_q": N_q, "N_k": N_k, "d": d}
         tiles = {"Br": Br, "Bc": Bc}
-        splits = self.number_of_splits(sizes, tiles, multiprocessors(default_device()))
-        return self._value("hbm", self.hbm, **sizes, **tiles, **_tiles_of(sizes, tiles), splits=splits)
+        device = default_device()
+        splits = self.number_of_splits(sizes, tiles, multiprocessors(device))
+        return self._value("hbm", self.hbm, **sizes, **tiles, **_tiles_of(sizes, tiles), splits=splits,
+                           multiprocessors=multiprocessors_of_a_launch(device))
 
     def number_of_splits(self, sizes: dict[str, int], tiles: dict[str, int],
                          multiprocessors: tuple[int, int]) -> int:

@@ -130,7 +130,7 @@ __global__ void __launch_bounds__(threads, 1) backward_kernel(
   const uint32_t K_columns = matrix_at(K_smem.tiles + first_dim * Bc, 128 * Bc);
 
   float dK_reg[columns / 8][4] = {}, dV_reg[columns / 8][4] = {};        // line 7
-  const float scale2 = p.scale * LOG2_E, c = factor_of_S(p.scale);
+  const float c = factor_of_S(p.scale);
 
   K_smem.wait_until_full(0);
   V_smem.wait_until_full(0);
@@ -154,13 +154,7 @@ __global__ void __launch_bounds__(threads, 1) backward_kernel(
       wgmma_wait<1>();                    // dP^T goes on
 
       float slope_reg[Br / 8][4];         // of a mask that changes scores
-      if (Mask::scores) {
-        for_both(S_reg, slope_reg, [&](float& S, float& slope, int r, int col) {
-          const int row = i * Br + col, key = j * Bc + first_key + r;
-          slope = mask.slope(p.scale * S, row, key);
-          S = score2(mask, scale2 * S, row, key) - L_i[col];
-        });
-      }
+      if (Mask::scores) change_scores(S_reg, slope_reg, mask, p.scale, i * Br, j * Bc + first_key, L_i);
       for_each(S_reg, [&](float& x, int r, int col) {                      // line 11: P_ij; without a branch
         const float P = fast_exp2(c * x);
         x = mask.sees(i * Br + col, j * Bc + first_key + r) ? P : 0.f;

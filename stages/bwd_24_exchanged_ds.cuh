@@ -180,18 +180,12 @@ __global__ void __launch_bounds__(threads, 1) backward_kernel(
       uint32_t P_frag[Br / 16][4], dS_frag[Br / 16][4], slope_frag[Br / 16][4];
 
       if (warpgroup == 0) {               // dV
-        const float scale2 = p.scale * LOG2_E, c = factor_of_S(p.scale);
+        const float c = factor_of_S(p.scale);
         Q_smem.wait_until_full(n);
         if (!Mask::scores) seed(S_reg, L_i);
         wgmma_QK<width / 16>(S_reg, K_tile, Bc, Q_tile + buffer, !Mask::scores);         // line 10
         wgmma_wait<0>();
-        if (Mask::scores) {
-          for_both(S_reg, slope_reg, [&](float& S, float& slope, int r, int col) {
-            const int row = i * Br + col, key = block_key + warp_row + r;
-            slope = mask.slope(p.scale * S, row, key);
-            S = score2(mask, scale2 * S, row, key) - L_i[col];
-          });
-        }
+        if (Mask::scores) change_scores(S_reg, slope_reg, mask, p.scale, i * Br, block_key + warp_row, L_i);
         for_each(S_reg, [&](float& x, int r, int col) {                  // line 11: P_ij; without a branch
           const float P = fast_exp2(c * x);
           x = mask.sees(i * Br + col, block_key + warp_row + r) ? P : 0.f;

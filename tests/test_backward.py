@@ -156,6 +156,17 @@ def test_many_heads(kernel):
     check_gradients(run(kernel, q, k, v, do), q, k, v, do)
 
 
+@pytest.mark.parametrize("stage", ["whole_group", "hopper_tuned"])
+@pytest.mark.parametrize("mask", ["bottom", None])
+@pytest.mark.parametrize("H, H_kv, d", [(6, 2, 64), (3, 1, 128)])
+def test_blocks_with_all_heads_of_a_key_head(H, H_kv, d, mask, stage, device):
+    """If there are three for each multiprocessor, of which the simulator has three."""
+    q, k, v = random_qkv(9 if device == "cpu" else 400, H, H_kv, 70, 130, d, device, torch.bfloat16)
+    do, dlse = random_gradients(q)
+    options = diagonal_of(mask, q, k), None, dlse
+    check_gradients(run((stage, False), q, k, v, do, *options), q, k, v, do, *options)
+
+
 @most_kernels_and_types
 def test_scale_and_large_scores(kernel, dtype, device):
     """Scores of some +-1000, where P is 0 or 1 nearly everywhere; and a negative and a zero scale."""

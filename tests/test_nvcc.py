@@ -21,7 +21,7 @@ except RuntimeError as error:
 SPILLS = {("bwd", "recompute", 64), ("fwd", "wide_warps", 64),
           ("bwd", "transposed", 128), ("bwd", "transposed", 256),
           ("bwd", "split_warps", 128), ("bwd", "ampere_tuned", 128), ("bwd", "ampere_tuned", 256),
-          ("bwd", "tma", 256), ("bwd", "hopper_tuned", 256),
+          ("bwd", "tma", 256),
           ("bwd", "exchanged_ds", 256)}
 ALSO_ON = {("bwd", "recompute", 64): ("sm_75", "sm_80", "sm_90a")}
 NOT_IF_DETERMINISTIC = {("bwd", "ampere_tuned", 128)}

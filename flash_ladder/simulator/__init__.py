@@ -25,6 +25,7 @@ FOLDER = Path(__file__).resolve().parent
 INCLUDE = FOLDER / "include"
 SHARED_MEMORY_PER_BLOCK = 227 * 1024  # bytes, as on an H100; runtime.h has the same
 MULTIPROCESSORS = 132, 228 * 1024     # and bytes of shared memory of one: likewise
+FEW_MULTIPROCESSORS = 3               # what a stage's launch() hears when it asks (include/sim/host.h)
 # It runs the stages of every architecture. Calls that name none take this one's: what they show, and the bits
 # of their results, are then those of nearly every GPU.
 ARCHITECTURE = "sm_80"

@@ -1,5 +1,6 @@
 // Accumulators that start from statistics. Introduced by: backward stage 21, seeded.
 #pragma once
+#include "exp2.cuh"
 #include "mask.cuh"
 #include "prepare.cuh"
 #include "warpgroup_products.cuh"
@@ -28,3 +29,15 @@ __device__ __forceinline__ void seed(float (&acc)[n_tiles][4], const float* row)
   });
 }
 // ---
+
+// Of a mask that changes scores: S = Q K^T becomes log2(e) times the new score, less L; and its slope there
+template <int n_tiles>
+__device__ __forceinline__ void change_scores(float (&S_reg)[n_tiles][4], float (&slope_reg)[n_tiles][4],
+                                              const Mask& mask, float scale, int first_row, int first_key,
+                                              const float* L) {
+  for_both(S_reg, slope_reg, [&](float& S, float& slope, int r, int col) {
+    const int row = first_row + col, key = first_key + r;
+    slope = mask.slope(scale * S, row, key);
+    S = score2(mask, scale * LOG2_E * S, row, key) - L[col];
+  });
+}

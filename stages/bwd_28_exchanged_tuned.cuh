@@ -1,4 +1,4 @@
-// Backward stage 27: exchanged_tuned
+// Backward stage 28: exchanged_tuned
 // idea:    what is left: TMA stores, a cluster for each query head, order of blocks, early launches
 // types:   fp16, bf16
 // needs:   sm_90a
@@ -29,6 +29,7 @@
 // HBM traffic without caches (hbm, above): of half_tiles, and parts. Changed from half_tiles: these. At d=256
 // up to 248 bytes a thread are spilled with masks that read tensors or change scores.
 #pragma once
+#include "common/clear_unseen.cuh"
 #include "common/cluster.cuh"
 #include "common/exp2.cuh"
 #include "common/gradients.cuh"
@@ -182,25 +183,14 @@ __global__ void __launch_bounds__(threads, 1) backward_kernel(
     uint32_t P_frag[Br / 16][4], dS_frag[Br / 16][4], slope_frag[Br / 16][4];
 
     if (warpgroup == 0) {                 // dV
-      const float scale2 = p.scale * LOG2_E, c = factor_of_S(p.scale);
+      const float c = factor_of_S(p.scale);
       Q_smem.wait_until_full(n);
       if (!Mask::scores) seed(S_reg, L_i);
       wgmma_QK<width / 16>(S_reg, K_tile, Bc, Q_tile + buffer, !Mask::scores);           // line 10
       wgmma_wait<0>();
-      if (Mask::scores) {
-        for_both(S_reg, slope_reg, [&](float& S, float& slope, int r, int col) {
-          const int row = i * Br + col, key = block_key + warp_row + r;
-          slope = mask.slope(p.scale * S, row, key);
-          S = score2(mask, scale2 * S, row, key) - L_i[col];
-        });
-      }
+      if (Mask::scores) change_scores(S_reg, slope_reg, mask, p.scale, i * Br, block_key + warp_row, L_i);
       for_each(S_reg, [&](float& x, int, int) { x = fast_exp2(c * x); });          // line 11: P_ij
-      #pragma unroll
-      for (int side = 0; side < Mask::sides; side++)       // few tiles of a window are cut on both
-        if (mask.cuts(tiles, t, j, side))
-          for_each(S_reg, [&](float& P, int r, int col) {
-            if (!mask.sees(i * Br + col, block_key + warp_row + r, side)) P = 0.f;
-          });
+      clear_unseen(S_reg, mask, tiles, t, j, i * Br, block_key + warp_row);
       Q_smem.release(n);
       to_A(P_frag, S_reg);
       if (Mask::scores) to_A(slope_frag, slope_reg);

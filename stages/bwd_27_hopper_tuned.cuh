@@ -1,8 +1,8 @@
-// Backward stage 26: hopper_tuned
-// idea:    what is left: a block for each query head, order of blocks, early launches, TMA stores
+// Backward stage 27: hopper_tuned
+// idea:    what is left: order of blocks, early launches, TMA stores
 // types:   fp16, bf16
 // needs:   sm_90a
-// after:   dq_by_turns
+// after:   whole_group
 // default: sm_90a
 // deterministic: on request
 // takes:   dropout, sink, d_v
@@ -10,7 +10,8 @@
 // limits:  Br in (64, 128); Bc in (64, 128); Br <= Bc
 // shared:  4 * (Bc + 2 * Br) * ((d + 63) // 64 * 64) + 4 * Bc * (Br + (Bc if d <= 64 else 64)) + 16 * Br + 96
 // workspace: dQ_accum, L, D, dK_parts, dV_parts
-// hbm:     B * (4 * d * N_k * (H * 5 ** (H > H_kv) + H_kv) + H * (N_q * (4 * Tc * d + 10 * d + 4) +
+// hbm:     B * (4 * d * N_k * (H_kv + (H_kv if H == H_kv or N_k <= 8192 and B * H_kv * Tc >=
+//          3 * multiprocessors else 5 * H)) + H * (N_q * (4 * Tc * d + 10 * d + 4) +
 //          Tr * Br * (8 * Tc * (d + 1) + 4 * d + 8)))
 // predicted: 1.1x if causal by the order of blocks, 1.05x more at N <= 1024 by early launches, 1.05x more at
 //          N <= 2048 by stores of boxes
@@ -18,8 +19,6 @@
 // What is left:
 //
 //   - dK and dV leave by the copy engine, as O does in the forward: through the buffers of Q and dO.
-//   - A block for each query head, as in split_heads: with GQA there are more blocks, and each has one loop.
-//     The parts of dK and dV are added up in the order of heads, without atomics (common/reduce_heads.cuh).
 //   - The order of blocks (common/order.cuh): causal, those that most rows see come first, of as many heads
 //     as L2 has room for (common/gradients.cuh). It has to hold Q, dO and the sums of dQ.
 //   - Only tiles that the mask cuts, or that reach past the last row or key, look at it.
@@ -27,26 +26,25 @@
 //     its barriers and asks for K and V before it waits. (The kernel before prepare_kernel has ended by then,
 //     as that one is a launch like any other.)
 //   - Deterministic on request, as in ordered_dq: eight copies of dQ_accum, and a launch for eight tiles of
-//     keys at a time. So each number of a copy gets one addend a launch.
+//     keys at a time. So each number of a copy gets one addend a launch; a block then has one query head.
 //
 // Heads that fit in L2, not 16, gave (H100, bf16, one run, causal, N=16384) 546 -> 574 at d=128, 443 -> 454
 // at d=64. Nine of 64, which leave one for the end, cost 488 -> 454 at d=128, N=4096. Lost (full, N=2048): dQ
 // ahead of dK (d=128 498 -> 488; d=64 462 -> 456), dQ by halves (d=128 485; d=64 423), L and D in the order
 // of lanes, four in a load (d=64 395 -> 375), the last block of a head rounding dQ instead of another kernel
 // (d=128 566 -> 549). dV, or dK, in two groups, the first one under the exponentials of the second: as
-// before. The next S under the end of a tile gave d=64 395 -> 401, but with turns ptxas serialises it. All
-// query heads of a key head in a block, without parts of dK and dV, gave 329 -> 408 at d=64 (causal, H=32
-// H_kv=8, N=2048) and 386 -> 401 at d=128 (16, 4), but 609 -> 582 there at N=16384.
+// before. The next S under the end of a tile gave d=64 395 -> 401, but with turns ptxas serialises it.
 //
 // It takes dropout, a sink and a V of d_v < d columns: the maps of V and dO have d_v columns, so the engine
 // fills up with zeros. With dropout dP starts from 0, as D is subtracted after some of dP is dropped. And dV
 // needs another P than dS. It takes no packed sequences: a map ends with its tensor, not with a sequence.
 //
-// HBM traffic without caches (hbm, above): as in ordered_dq.
+// HBM traffic without caches (hbm, above): as in whole_group; deterministic, as in ordered_dq.
 //
-// Changed from dq_by_turns: these. At d = 256 up to 20 bytes a thread are spilled.
+// Changed from whole_group: these.
 #pragma once
 #include "common/bulk_sums.cuh"
+#include "common/clear_unseen.cuh"
 #include "common/drop_transposed.cuh"
 #include "common/exp2.cuh"
 #include "common/gradients.cuh"
@@ -77,18 +75,20 @@ constexpr int dQ_warps = by_turns ? warps : Br / 16 * dQ_sharing;        // the 
 constexpr int staged = 4 * Bc * turns / dQ_warps;  // each with so many columns of it in shared memory
 constexpr int dQ_copies = DETERMINISTIC ? 8 : 1;   // of dQ_accum
 
-// One block per tile of K and V and query head, for tiles from first_j on. Line numbers are those of
+// One block per tile of K and V, from first_j on, and block_heads query heads. Line numbers are those of
 // Algorithm 2.
 __global__ void __launch_bounds__(threads, 1) backward_kernel(
-    BwdParams p, Workspace w, float* dKV_parts, int first_j, const __grid_constant__ CUtensorMap Q_map,
-    const __grid_constant__ CUtensorMap K_map, const __grid_constant__ CUtensorMap V_map,
-    const __grid_constant__ CUtensorMap dO_map, const __grid_constant__ CUtensorMap dK_map,
-    const __grid_constant__ CUtensorMap dV_map) {
-  const int Tr = ceil_div(p.N_q, Br), heads = p.B * p.H;                 // lines 1, 2
+    BwdParams p, Workspace w, float* dKV_parts, int first_j, int block_heads,
+    const __grid_constant__ CUtensorMap Q_map, const __grid_constant__ CUtensorMap K_map,
+    const __grid_constant__ CUtensorMap V_map, const __grid_constant__ CUtensorMap dO_map,
+    const __grid_constant__ CUtensorMap dK_map, const __grid_constant__ CUtensorMap dV_map) {
+  if (DETERMINISTIC) block_heads = 1;       // it is, and now the compiler knows
+  const int Tr = ceil_div(p.N_q, Br), heads = p.B * p.H / block_heads;   // lines 1, 2
   // line 5: masked, blocks that most rows see come first, of some heads: L2 holds their Q, dO and dQ
   const int together = CAUSAL || !Mask::all_keys ? heads_with_sums_in_L2(heads, p.N_q) : 1;
   const Work work = dispatch_order(gridDim.x / heads, heads, together);
-  const int j = first_j + work.tile, bh = work.bh, b = bh / p.H, h = bh % p.H, h_kv = h / (p.H / p.H_kv);
+  const int j = first_j + work.tile;
+  int bh = work.bh * block_heads;           // the first one of its heads; then the next ones
   // This warp's rows of dK and dV, and of dQ; its columns, from a panel on. The last part may begin in the
   // one before, which keeps these columns.
   const int warp = warp_index(), part = sharing == 1 ? 0 : warp / (Bc / 16);    // 0: no register
@@ -113,22 +113,24 @@ __global__ void __launch_bounds__(threads, 1) backward_kernel(
   __syncthreads();
   start_next_kernel();
 
-  Mask mask(p, b, h);
-  if (part > 0) mask.gradient = nullptr;               // the first one has written it
-  const auto tiles = mask.query_tiles(j);
   int n = 0;                                // tiles so far
   if (warp >= warps) {                      // the producer
     setmaxnreg_dec<producer_registers>();
     if (threadIdx.x > 32 * warps) return;
+    const int b = bh / p.H, h_kv = bh % p.H / (p.H / p.H_kv);
     K_smem.fill(K_map, 0, j * Bc, h_kv, b);                              // line 6
     V_smem.fill(V_map, 0, j * Bc, h_kv, b);
     wait_for_previous_kernel();
-    for (int t = tiles.first; t < tiles.end; t++, n++) {                 // line 9
-      const int i = tiles[t];
-      const int64_t row = ((int64_t)bh * Tr + i) * Br;         // in L and D
-      fill(Q_smem, Q_map, n, i * Br, h, b, L_smem, w.L + row);
-      fill(dO_smem, dO_map, n, i * Br, h, b, D_smem, w.D + row);
-    }
+    do {
+      const int h = bh % p.H;
+      const auto tiles = Mask(p, b, h).query_tiles(j);
+      for (int t = tiles.first; t < tiles.end; t++, n++) {               // line 9
+        const int i = tiles[t];
+        const int64_t row = (int64_t)(bh * Tr + i) * Br;                 // in L and D
+        fill(Q_smem, Q_map, n, i * Br, h, b, L_smem, w.L + row);
+        fill(dO_smem, dO_map, n, i * Br, h, b, D_smem, w.D + row);
+      }
+    } while (++bh % block_heads);
     return;
   }
   setmaxnreg_inc<consumer_registers>();     // the consumers
@@ -145,100 +147,95 @@ __global__ void __launch_bounds__(threads, 1) backward_kernel(
   const uint32_t K_columns = matrix_at(K_smem.tiles + first_dim * Bc, 128 * Bc);
 
   float dK_reg[columns / 8][4] = {}, dV_reg[columns / 8][4] = {};        // line 7
-  const float scale2 = p.scale * LOG2_E, c = factor_of_S(p.scale);
+  const float c = factor_of_S(p.scale);
 
   K_smem.wait_until_full(0);
   V_smem.wait_until_full(0);
-  for (int t = tiles.first; t < tiles.end; t++, n++) {                   // line 8
-    const int i = tiles[t];
-    const uint32_t buffer = Q_smem.offset(n), dS_buffer = n % 2 * (Bc * Br / 8);      // as descriptors count
-    const float *L_i = L_smem + n % 2 * Br, *D_i = D_smem + n % 2 * Br;
+  do {
+    Mask mask(p, bh / p.H, bh % p.H);
+    if (part > 0) mask.gradient = nullptr;             // the first one has written it
+    const auto tiles = mask.query_tiles(j);
+    for (int t = tiles.first; t < tiles.end; t++, n++) {                 // line 8
+      const int i = tiles[t];
+      const uint32_t buffer = Q_smem.offset(n), dS_buffer = n % 2 * (Bc * Br / 8);  // as descriptors count
+      const float *L_i = L_smem + n % 2 * Br, *D_i = D_smem + n % 2 * Br;
 
-    // lines 10, 13: S^T = K_j Q_i^T, dP^T = V_j dO_i^T
-    float S_reg[Br / 8][4], dP_reg[Br / 8][4];
-    Q_smem.wait_until_full(n);
-    dO_smem.wait_until_full(n);
-    if (!Mask::scores) seed(S_reg, L_i);
-    if (!DROPOUT) seed(dP_reg, D_i);
-    wgmma_QK<width / 16>(S_reg, K_tile, Bc, Q_tile + buffer, !Mask::scores);
-    wgmma_QK<width / 16>(dP_reg, V_tile, Bc, dO_tile + buffer, !DROPOUT);
-    wgmma_wait<1>();                      // dP^T goes on
+      // lines 10, 13: S^T = K_j Q_i^T, dP^T = V_j dO_i^T
+      float S_reg[Br / 8][4], dP_reg[Br / 8][4];
+      Q_smem.wait_until_full(n);
+      dO_smem.wait_until_full(n);
+      if (!Mask::scores) seed(S_reg, L_i);
+      if (!DROPOUT) seed(dP_reg, D_i);
+      wgmma_QK<width / 16>(S_reg, K_tile, Bc, Q_tile + buffer, !Mask::scores);
+      wgmma_QK<width / 16>(dP_reg, V_tile, Bc, dO_tile + buffer, !DROPOUT);
+      wgmma_wait<1>();                    // dP^T goes on
 
-    float slope_reg[Br / 8][4];           // of a mask that changes scores
-    if (Mask::scores) {
-      for_both(S_reg, slope_reg, [&](float& S, float& slope, int r, int col) {
-        const int row = i * Br + col, key = j * Bc + first_key + r;
-        slope = mask.slope(p.scale * S, row, key);
-        S = score2(mask, scale2 * S, row, key) - L_i[col];
+      float slope_reg[Br / 8][4];         // of a mask that changes scores
+      if (Mask::scores) change_scores(S_reg, slope_reg, mask, p.scale, i * Br, j * Bc + first_key, L_i);
+      for_each(S_reg, [&](float& x, int, int) { x = fast_exp2(c * x); });  // line 11: P_ij
+      clear_unseen(S_reg, mask, tiles, t, j, i * Br, j * Bc + first_key);
+      uint32_t P_frag[Br / 16][4], dS_frag[Br / 16][4], kept_frag[Br / 16][4];   // kept: P for dV
+      to_A(P_frag, S_reg);
+      if (DROPOUT) {
+        drop_transposed(one_strip(S_reg), mask, i * Br, j * Bc + first_key);
+        to_A(kept_frag, S_reg);
+      }
+      wgmma_PV(dV_reg, DROPOUT ? kept_frag : P_frag, dO_columns + buffer);       // line 12: + P_ij^T dO_i
+      wgmma_wait<1>();                    // dP^T is there, dV goes on
+
+      if (DROPOUT) {
+        drop_transposed(one_strip(dP_reg), mask, i * Br, j * Bc + first_key);
+        for_each(dP_reg, [&](float& dP, int, int col) { dP = dropout_scale(p) * dP + D_i[col]; });
+      }
+      if (DROPOUT) for_both(P_frag, S_reg, [](float P, float& x, int, int) { x = P; });    // none dropped
+      for_both(S_reg, dP_reg, [&](float P, float& dP, int r, int col) { // line 14: dS_ij
+        dP = P * dP;
+        mask.keep_gradient(dP, i * Br + col, j * Bc + first_key + r);
       });
-    }
-    for_each(S_reg, [&](float& x, int, int) { x = fast_exp2(c * x); });  // line 11: P_ij
-    #pragma unroll
-    for (int side = 0; side < Mask::sides; side++) {     // few tiles of a window are cut on both
-      if (!mask.cuts(tiles, t, j, side)) continue;
-      for_each(S_reg, [&](float& P, int r, int col) {
-        if (!mask.sees(i * Br + col, j * Bc + first_key + r, side)) P = 0.f;
-      });
-    }
-    uint32_t P_frag[Br / 16][4], dS_frag[Br / 16][4], kept_frag[Br / 16][4];     // kept: P for dV
-    to_A(P_frag, S_reg);
-    if (DROPOUT) {
-      drop_transposed(one_strip(S_reg), mask, i * Br, j * Bc + first_key);
-      to_A(kept_frag, S_reg);
-    }
-    wgmma_PV(dV_reg, DROPOUT ? kept_frag : P_frag, dO_columns + buffer);         // line 12: + P_ij^T dO_i
-    wgmma_wait<1>();                      // dP^T is there, dV goes on
+      if (Mask::scores) for_both(dP_reg, slope_reg, [](float& dS, float& slope, int, int) { dS *= slope; });
+      to_A(dS_frag, dP_reg);
+      wgmma_PV(dK_reg, dS_frag, Q_columns + buffer);                     // line 16: + dS_ij^T Q_i
+      if (part == 0) store_fragments(dST_smem + n % 2 * Bc * Br, dS_frag, Bc, first_key);
+      fence_proxy_async();
+      wgmma_wait<1>();                    // dV is there, dK goes on
+      const bool makes_dQ = by_turns ? n % turns == warp / 4 : warp < dQ_warps;
+      if (by_turns && !makes_dQ)
+        named_barrier_arrive(1 + n % turns, 32 * warps);
+      else
+        named_barrier_sync(1 + n % turns, 32 * warps);       // all of dS is there
+      dO_smem.release(n);
 
-    if (DROPOUT) {
-      drop_transposed(one_strip(dP_reg), mask, i * Br, j * Bc + first_key);
-      for_each(dP_reg, [&](float& dP, int, int col) { dP = dropout_scale(p) * dP + D_i[col]; });
-    }
-    if (DROPOUT) for_both(P_frag, S_reg, [](float P, float& x, int, int) { x = P; });   // all of P
-    for_both(S_reg, dP_reg, [&](float P, float& dP, int r, int col) {  // line 14: dS_ij
-      dP = P * dP;
-      mask.keep_gradient(dP, i * Br + col, j * Bc + first_key + r);
-    });
-    if (Mask::scores) for_both(dP_reg, slope_reg, [](float& dS, float& slope, int, int) { dS *= slope; });
-    to_A(dS_frag, dP_reg);
-    wgmma_PV(dK_reg, dS_frag, Q_columns + buffer);                       // line 16: + dS_ij^T Q_i
-    if (part == 0) store_fragments(dST_smem + n % 2 * Bc * Br, dS_frag, Bc, first_key);
-    fence_proxy_async();
-    wgmma_wait<1>();                      // dV is there, dK goes on
-    const bool makes_dQ = by_turns ? n % turns == warp / 4 : warp < dQ_warps;
-    if (by_turns && !makes_dQ)
-      named_barrier_arrive(1 + n % turns, 32 * warps);
-    else
-      named_barrier_sync(1 + n % turns, 32 * warps);         // all of dS is there
-    dO_smem.release(n);
-
-    if (!makes_dQ) {
-      wgmma_wait<0>();
+      if (!makes_dQ) {
+        wgmma_wait<0>();
+        Q_smem.release(n);
+        continue;
+      }
+      float dQ_reg[dQ_strips][dQ_columns / 8][4];                        // line 15: dS_ij K_j
+      #pragma unroll
+      for (int s = 0; s < dQ_strips; s++)
+        wgmma_dQ<Bc / 16>(dQ_reg[s], dS_rows + dS_buffer + s * (Bc * panel / 8), K_columns);
+      wgmma_wait<dQ_strips>();            // dK is there, dQ goes on
       Q_smem.release(n);
-      continue;
-    }
-    float dQ_reg[dQ_strips][dQ_columns / 8][4];                          // line 15: dS_ij K_j
-    #pragma unroll
-    for (int s = 0; s < dQ_strips; s++)
-      wgmma_dQ<Bc / 16>(dQ_reg[s], dS_rows + dS_buffer + s * (Bc * panel / 8), K_columns);
-    wgmma_wait<dQ_strips>();              // dK is there, dQ goes on
-    Q_smem.release(n);
-    wgmma_wait<0>();
-    float* dQ = w.dQ_accum + ((j % dQ_copies * (int64_t)heads + bh) * Tr + i) * Br * d;
-    bulk_add_fragments<staged / dQ_strips / 8>(dQ, dQ_smem + 16 * warp * staged, dQ_reg, warp_row,
-                                               first_dim, dQ_part * dQ_columns);
-  }                                                                      // line 17
+      wgmma_wait<0>();
+      float* dQ = w.dQ_accum + (int64_t)((j % dQ_copies * p.B * p.H + bh) * Tr + i) * (Br * d);
+      bulk_add_fragments<staged / dQ_strips / 8>(dQ, dQ_smem + 16 * warp * staged, dQ_reg, warp_row,
+                                                 first_dim, dQ_part * dQ_columns);
+    }                                                                    // line 17
+  } while (++bh % block_heads);
+  bh = of_lane_0(bh) - 1;                   // the last one; without the shuffle it is kept in the loop, too
 
   const int first_row = j * Bc + first_key, from_col = part * columns;
-  if (p.H > p.H_kv) {                       // parts of dK and dV
-    float *dK_part = dKV_parts + (int64_t)bh * p.N_k * d, *dV_part = dK_part + (int64_t)heads * p.N_k * d;
+  const int b = bh / p.H, h_kv = bh % p.H / (p.H / p.H_kv);
+  if (p.H > block_heads * p.H_kv) {         // parts of dK and dV
+    float *dK_part = dKV_parts + (int64_t)bh * p.N_k * d, *dV_part = dK_part + (int64_t)p.B * p.H * p.N_k * d;
     store_part(dK_part, dK_reg, first_row, p.N_k, first_col, from_col, d);
     store_part(dV_part, dV_reg, first_row, p.N_k, first_col, from_col, d_v);
   } else {                                  // line 18, through the buffers of Q and dO
     named_barrier_sync(3, 32 * warps);      // nobody reads them any more
     for_each(dK_reg, [&](float& x, int, int) { x *= p.scale; });
     for_each(dV_reg, [&](float& x, int, int) { x *= dropout_scale(p); });
-    store_panels(dK_map, Q_smem.tiles, dK_reg, Bc, first_key, first_row, h, b, first_col, from_col);
-    store_panels(dV_map, dO_smem.tiles, dV_reg, Bc, first_key, first_row, h, b, first_col, from_col);
+    store_panels(dK_map, Q_smem.tiles, dK_reg, Bc, first_key, first_row, h_kv, b, first_col, from_col);
+    store_panels(dV_map, dO_smem.tiles, dV_reg, Bc, first_key, first_row, h_kv, b, first_col, from_col);
   }
   if (threadIdx.x % 32 == 0) bulk_wait<0>();
 }
@@ -246,7 +243,16 @@ __global__ void __launch_bounds__(threads, 1) backward_kernel(
 // Rows of L and D, and of dQ in each copy; numbers in dK and in dV
 int64_t rows_of_Q(const BwdParams& p) { return (int64_t)p.B * p.H * padded(p.N_q); }
 
-int64_t numbers_of_K(const BwdParams& p) { return p.H > p.H_kv ? (int64_t)p.B * p.H * p.N_k * d : 0; }
+// All query heads of a key head, if so there are three blocks for each multiprocessor, else one; and one for
+// long loops
+int heads_of_a_block(const BwdParams& p) {
+  const bool enough = p.B * p.H_kv * ceil_div(p.N_k, Bc) >= 3 * multiprocessors();
+  return enough && p.N_k <= 8192 && !DETERMINISTIC ? p.H / p.H_kv : 1;
+}
+
+int64_t numbers_of_K(const BwdParams& p) {
+  return p.H > heads_of_a_block(p) * p.H_kv ? (int64_t)p.B * p.H * p.N_k * d : 0;
+}
 
 size_t workspace_bytes(const BwdParams& p) {
   return sizeof(float) * (rows_of_Q(p) * (dQ_copies * d + 2) + 2 * numbers_of_K(p));
@@ -271,15 +277,16 @@ cudaError_t launch(const BwdParams& p, cudaStream_t stream) {
   const size_t bytes = sizeof(ELEMENT) * (2 * (Bc + 2 * Br) * pitch + 2 * Bc * Br) +
                        sizeof(float) * (64 * Bc * turns + 4 * Br) + 12 * sizeof(uint64_t);
   allow_shared_memory(backward_kernel, bytes);
+  const int block_heads = heads_of_a_block(p);
   const int Tc = ceil_div(p.N_k, Bc), launch_tiles = DETERMINISTIC ? dQ_copies : Tc;
   for (int first_j = 0; first_j < Tc; first_j += launch_tiles) {
-    const int blocks = p.B * p.H * min(launch_tiles, Tc - first_j);
+    const int blocks = p.B * p.H / block_heads * min(launch_tiles, Tc - first_j);
     cudaLaunchKernelEx(EarlyLaunch(blocks, threads, bytes, stream), backward_kernel, p, w, dKV_parts, first_j,
-                       Q_map, K_map, V_map, dO_map, dK_map, dV_map);
+                       block_heads, Q_map, K_map, V_map, dO_map, dK_map, dV_map);
   }
   cudaLaunchKernelEx(EarlyLaunch(p.B * p.H * ceil_div(p.N_q, convert_rows), 256, 0, stream),
                      convert_dQ_kernel, p, w.dQ_accum, dQ_copies);
   const EarlyLaunch reduce(p.B * p.H_kv * ceil_div(p.N_k, block_rows), 256, 0, stream);
-  if (p.H > p.H_kv) cudaLaunchKernelEx(reduce, reduce_heads_kernel, p, dKV_parts);
+  if (p.H > block_heads * p.H_kv) cudaLaunchKernelEx(reduce, reduce_heads_kernel, p, dKV_parts);
   return cudaGetLastError();
 }
