@@ -1,8 +1,9 @@
 """The arithmetic of stage headers: tile rules, limits, bytes.
 
 Numbers, names, tuples, + - * / // % ** <<, comparisons (chained, too), `in`, and / or / not, `a if c else b`,
-min, max, ceil_div(a, b) and next_power_of_2(a). Python's own parser reads them; what they mean is here. A
-header may come with a file from anywhere, so sizes are bounded: of the text, of numbers, of nesting.
+min, max, ceil_div(a, b), next_power_of_2(a) and divisor(a, most). Python's own parser reads them; what they
+mean is here. A header may come with a file from anywhere, so sizes are bounded: of the text, of numbers, of
+nesting.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from collections.abc import Callable, Mapping
 
 LONGEST = 1000        # characters
 DEEPEST = 50          # levels of nesting
+MOST_DIVIDED = 2**16
 LARGEST = 2**80       # numbers are below: bytes of HBM traffic are below 2^64
 
 Value = int | float | bool | tuple
@@ -34,8 +36,15 @@ def next_power_of_2(a: int) -> int:
     return 1 << max(a - 1, 0).bit_length()
 
 
+def divisor(a: int, most: int) -> int:
+    """The greatest divisor of a that is not above `most`, or 1."""
+    if not 0 < a <= MOST_DIVIDED:
+        raise ArithmeticProblem(f"divisor() takes numbers from 1 to {MOST_DIVIDED}, not {a}")
+    return next(n for n in range(max(1, min(a, most)), 0, -1) if a % n == 0)
+
+
 FUNCTIONS: dict[str, Callable[..., Value]] = {
-    "min": min, "max": max, "ceil_div": ceil_div, "next_power_of_2": next_power_of_2}
+    "min": min, "max": max, "ceil_div": ceil_div, "next_power_of_2": next_power_of_2, "divisor": divisor}
 
 
 def _power(a: Value, b: Value) -> Value:

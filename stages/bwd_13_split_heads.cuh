@@ -213,7 +213,6 @@ cudaError_t launch(const BwdParams& p, cudaStream_t stream) {
   allow_shared_memory(backward_kernel, bytes);
   backward_kernel<<<p.B * p.H * ceil_div(p.N_k, Bc), threads, bytes, stream>>>(p, w, dKV_parts);
   convert_dQ_kernel<<<p.B * p.H * ceil_div(p.N_q, convert_rows), 256, 0, stream>>>(p, w.dQ_accum, 1);
-  if (p.H > p.H_kv)
-    reduce_heads_kernel<<<p.B * p.H_kv * ceil_div(p.N_k, block_rows), 256, 0, stream>>>(p, dKV_parts);
+  reduce_heads(p, dKV_parts, p.H, stream);
   return cudaGetLastError();
 }

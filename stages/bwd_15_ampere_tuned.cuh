@@ -260,8 +260,6 @@ cudaError_t launch(const BwdParams& p, cudaStream_t stream) {
     backward_kernel<<<p.B * p.H * tiles, threads, bytes, stream>>>(p, w, dKV_parts, first_j);
   }
   convert_dQ_kernel<<<p.B * p.H * ceil_div(p.N_q, convert_rows), 256, 0, stream>>>(p, w.dQ_accum, dQ_copies);
-  if (p.H > p.H_kv)
-    reduce_heads_kernel<<<p.B * p.H_kv * ceil_div(all_rows_of_K(p), block_rows), 256, 0, stream>>>(
-        p, dKV_parts);
+  reduce_heads(p, dKV_parts, p.H, stream);
   return cudaGetLastError();
 }

@@ -1,5 +1,5 @@
 // Backward stage 26: whole_group
-// idea:    all query heads of a key head in a block, where blocks are enough; else a block for each
+// idea:    as many query heads of a key head in a block as leave blocks enough; dK, dV in parts if not all
 // types:   fp16, bf16
 // needs:   sm_90a
 // after:   dq_by_turns
@@ -8,9 +8,9 @@
 // limits:  Br in (64, 128); Bc in (64, 128); Br <= Bc
 // shared:  4 * (Bc + 2 * Br) * ((d + 63) // 64 * 64) + 4 * Bc * (Br + (Bc if d <= 64 else 64)) + 16 * Br + 96
 // workspace: dQ_accum, L, D, dK_parts, dV_parts
-// hbm:     B * (4 * d * N_k * (H_kv + (H_kv if H == H_kv or N_k <= 8192 and B * H_kv * Tc >=
-//          3 * multiprocessors else 5 * H)) + H * (N_q * (4 * Tc * d + 10 * d + 4) +
-//          Tr * Br * (8 * Tc * (d + 1) + 4 * d + 8)))
+// hbm:     B * (4 * d * N_k * (H_kv + H // divisor(H // H_kv, B * H * Tc // (6 * multiprocessors)) *
+//          (1 if divisor(H // H_kv, B * H * Tc // (6 * multiprocessors)) * H_kv == H else 5)) +
+//          H * (N_q * (4 * Tc * d + 10 * d + 4) + Tr * Br * (8 * Tc * (d + 1) + 4 * d + 8)))
 // predicted: 1.0x if H = H_kv, or where blocks of whole groups are enough; with 4 query heads a key head 2.5x
 //          at 32 such blocks for 132 multiprocessors, 1.05x at N = 16384 (a study had that: H100, d=128)
 //
@@ -20,19 +20,27 @@
 // blocks for each query head, H / H_kv times as many. If H > H_kv, each writes its part of dK_j and dV_j to
 // HBM in float, and one more kernel adds them up, in the order of heads (common/reduce_heads.cuh).
 //
-// Each is faster somewhere, so launch() chooses (heads_of_a_block). A block has all query heads of its key
-// head if such blocks are at least three for each multiprocessor: then those have work to the end, and parts
-// would only add traffic. Otherwise it has one query head. And so it has if N_k > 8192: of a loop so long the
-// parts are little, and at the end shorter blocks fill the gaps better.
+// Each is faster somewhere, and so is what lies between. So launch() chooses (heads_of_a_block): as many
+// query heads of the key head as leave six blocks for each multiprocessor. Then these have work to the end.
+// More blocks would only have more parts to write and to add up; if a block has all of the query heads, there
+// are none.
 //
-// All query heads of a key head in a block, not one, gave (H100, bf16, causal, in hopper_tuned) at N=2048 329
-// -> 408 TFLOP/s at d=64 (H=32, H_kv=8), 386 -> 401 at d=128 (16, 4), but there 609 -> 582 at N=16384.
+// In one run (H100, bf16, causal, B N = 16384, in hopper_tuned; TFLOP/s with 1 / 2 / 4 / 8 heads a block;
+// FA3: FlashAttention-3):
+//
+//       d   H:H_kv       N = 2048                   FA3      N = 16384                  FA3
+//      64     32:8       333   373   415     -      354      518   521   535     -      535
+//      64     32:1       335   376   398   372      378      514   526   528   501      542
+//     128     16:4       379   417   396     -      394      598   613   569     -      600
+//     128     16:1       382   421   387   286      421      598   608   570   427      602
+//
+// Each of the best has 7.8 blocks for a multiprocessor, twice as many heads 3.9.
 //
 // bh counts query heads: from a block's first one to the next multiple of block_heads. b, h and h_kv are
 // worked out of it where they are used, so that a consumer keeps one register, not four.
 //
-// HBM traffic without caches (hbm, above): as in late_dq, or with a block for each query head as in
-// split_heads.
+// HBM traffic without caches (hbm, above): as in late_dq; with fewer query heads in a block there are parts,
+// as in split_heads.
 //
 // Changed from dq_by_turns: how many query heads a block has; parts of dK and dV; reduce_heads_kernel.
 #pragma once
@@ -200,7 +208,9 @@ __global__ void __launch_bounds__(threads, 1) backward_kernel(
   const int first_row = j * Bc + first_key, from_col = part * columns;
   const int b = bh / p.H, h_kv = bh % p.H / (p.H / p.H_kv);
   if (p.H > block_heads * p.H_kv) {         // parts of dK and dV
-    float *dK_part = dKV_parts + (int64_t)bh * p.N_k * d, *dV_part = dK_part + (int64_t)p.B * p.H * p.N_k * d;
+    const int64_t numbers = (int64_t)p.N_k * d;
+    float* dK_part = dKV_parts + bh / block_heads * numbers;
+    float* dV_part = dK_part + p.B * p.H / block_heads * numbers;
     store_part(dK_part, dK_reg, first_row, p.N_k, first_col, from_col, d);
     store_part(dV_part, dV_reg, first_row, p.N_k, first_col, from_col, d);
   } else {
@@ -221,15 +231,17 @@ __global__ void __launch_bounds__(threads, 1) backward_kernel(
 // Rows of dQ, L and D; numbers in dK and in dV
 int64_t rows_of_Q(const BwdParams& p) { return (int64_t)p.B * p.H * padded(p.N_q); }
 
-// All query heads of a key head, if so there are three blocks for each multiprocessor, else one; and one for
-// long loops
+// As many query heads of a key head as leave six blocks for each multiprocessor; and a divisor of all
 int heads_of_a_block(const BwdParams& p) {
-  const bool enough = p.B * p.H_kv * ceil_div(p.N_k, Bc) >= 3 * multiprocessors();
-  return enough && p.N_k <= 8192 ? p.H / p.H_kv : 1;
+  const int group = p.H / p.H_kv, blocks = p.B * p.H * ceil_div(p.N_k, Bc);      // with one query head each
+  int heads = max(1, min(group, blocks / (6 * multiprocessors())));
+  while (group % heads) heads--;
+  return heads;
 }
 
 int64_t numbers_of_K(const BwdParams& p) {
-  return p.H > heads_of_a_block(p) * p.H_kv ? (int64_t)p.B * p.H * p.N_k * d : 0;
+  const int heads = p.H / heads_of_a_block(p);
+  return heads > p.H_kv ? (int64_t)p.B * heads * p.N_k * d : 0;
 }
 
 size_t workspace_bytes(const BwdParams& p) {
@@ -258,7 +270,6 @@ cudaError_t launch(const BwdParams& p, cudaStream_t stream) {
   backward_kernel<<<blocks, threads, bytes, stream>>>(p, w, dKV_parts, block_heads, Q_map, K_map, V_map,
                                                       dO_map);
   convert_dQ_kernel<<<p.B * p.H * ceil_div(p.N_q, convert_rows), 256, 0, stream>>>(p, w.dQ_accum, 1);
-  if (p.H > block_heads * p.H_kv)
-    reduce_heads_kernel<<<p.B * p.H_kv * ceil_div(p.N_k, block_rows), 256, 0, stream>>>(p, dKV_parts);
+  reduce_heads(p, dKV_parts, p.H / block_heads, stream);
   return cudaGetLastError();
 }

@@ -10,9 +10,9 @@
 // limits:  Br in (64, 128); Bc in (64, 128); Br <= Bc
 // shared:  4 * (Bc + 2 * Br) * ((d + 63) // 64 * 64) + 4 * Bc * (Br + (Bc if d <= 64 else 64)) + 16 * Br + 96
 // workspace: dQ_accum, L, D, dK_parts, dV_parts
-// hbm:     B * (4 * d * N_k * (H_kv + (H_kv if H == H_kv or N_k <= 8192 and B * H_kv * Tc >=
-//          3 * multiprocessors else 5 * H)) + H * (N_q * (4 * Tc * d + 10 * d + 4) +
-//          Tr * Br * (8 * Tc * (d + 1) + 4 * d + 8)))
+// hbm:     B * (4 * d * N_k * (H_kv + H // divisor(H // H_kv, B * H * Tc // (6 * multiprocessors)) *
+//          (1 if divisor(H // H_kv, B * H * Tc // (6 * multiprocessors)) * H_kv == H else 5)) +
+//          H * (N_q * (4 * Tc * d + 10 * d + 4) + Tr * Br * (8 * Tc * (d + 1) + 4 * d + 8)))
 // predicted: 1.1x if causal by the order of blocks, 1.05x more at N <= 1024 by early launches, 1.05x more at
 //          N <= 2048 by stores of boxes
 //
@@ -21,10 +21,11 @@
 //   - dK and dV leave by the copy engine, as O does in the forward: through the buffers of Q and dO.
 //   - The order of blocks (common/order.cuh): causal, those that most rows see come first, of as many heads
 //     as L2 has room for (common/gradients.cuh). It has to hold Q, dO and the sums of dQ.
-//   - Only tiles that the mask cuts, or that reach past the last row or key, look at it.
 //   - Early launches (common/launch.cuh): each kernel may start before the one ahead of it has ended, sets up
 //     its barriers and asks for K and V before it waits. (The kernel before prepare_kernel has ended by then,
 //     as that one is a launch like any other.)
+//   - Only tiles that the mask cuts, or that reach past the last row or key, look at it; one that reads
+//     tensors is asked before the tile of Q is there (common/clear_unseen.cuh).
 //   - Deterministic on request, as in ordered_dq: eight copies of dQ_accum, and a launch for eight tiles of
 //     keys at a time. So each number of a copy gets one addend a launch; a block then has one query head.
 //
@@ -162,6 +163,7 @@ __global__ void __launch_bounds__(threads, 1) backward_kernel(
 
       // lines 10, 13: S^T = K_j Q_i^T, dP^T = V_j dO_i^T
       float S_reg[Br / 8][4], dP_reg[Br / 8][4];
+      const auto seen = seen_of<Br / 8>(mask, tiles, t, i * Br, j * Bc + first_key);
       Q_smem.wait_until_full(n);
       dO_smem.wait_until_full(n);
       if (!Mask::scores) seed(S_reg, L_i);
@@ -173,7 +175,7 @@ __global__ void __launch_bounds__(threads, 1) backward_kernel(
       float slope_reg[Br / 8][4];         // of a mask that changes scores
       if (Mask::scores) change_scores(S_reg, slope_reg, mask, p.scale, i * Br, j * Bc + first_key, L_i);
       for_each(S_reg, [&](float& x, int, int) { x = fast_exp2(c * x); });  // line 11: P_ij
-      clear_unseen(S_reg, mask, tiles, t, j, i * Br, j * Bc + first_key);
+      clear_unseen(S_reg, mask, tiles, t, j, i * Br, j * Bc + first_key, seen);
       uint32_t P_frag[Br / 16][4], dS_frag[Br / 16][4], kept_frag[Br / 16][4];   // kept: P for dV
       to_A(P_frag, S_reg);
       if (DROPOUT) {
@@ -227,7 +229,9 @@ __global__ void __launch_bounds__(threads, 1) backward_kernel(
   const int first_row = j * Bc + first_key, from_col = part * columns;
   const int b = bh / p.H, h_kv = bh % p.H / (p.H / p.H_kv);
   if (p.H > block_heads * p.H_kv) {         // parts of dK and dV
-    float *dK_part = dKV_parts + (int64_t)bh * p.N_k * d, *dV_part = dK_part + (int64_t)p.B * p.H * p.N_k * d;
+    const int64_t numbers = (int64_t)p.N_k * d;
+    float* dK_part = dKV_parts + bh / block_heads * numbers;
+    float* dV_part = dK_part + p.B * p.H / block_heads * numbers;
     store_part(dK_part, dK_reg, first_row, p.N_k, first_col, from_col, d);
     store_part(dV_part, dV_reg, first_row, p.N_k, first_col, from_col, d_v);
   } else {                                  // line 18, through the buffers of Q and dO
@@ -243,15 +247,17 @@ __global__ void __launch_bounds__(threads, 1) backward_kernel(
 // Rows of L and D, and of dQ in each copy; numbers in dK and in dV
 int64_t rows_of_Q(const BwdParams& p) { return (int64_t)p.B * p.H * padded(p.N_q); }
 
-// All query heads of a key head, if so there are three blocks for each multiprocessor, else one; and one for
-// long loops
+// As many query heads of a key head as leave six blocks for each multiprocessor; and a divisor of all
 int heads_of_a_block(const BwdParams& p) {
-  const bool enough = p.B * p.H_kv * ceil_div(p.N_k, Bc) >= 3 * multiprocessors();
-  return enough && p.N_k <= 8192 && !DETERMINISTIC ? p.H / p.H_kv : 1;
+  const int group = p.H / p.H_kv, blocks = p.B * p.H * ceil_div(p.N_k, Bc);      // with one query head each
+  int heads = max(1, min(group, DETERMINISTIC ? 1 : blocks / (6 * multiprocessors())));
+  while (group % heads) heads--;
+  return heads;
 }
 
 int64_t numbers_of_K(const BwdParams& p) {
-  return p.H > heads_of_a_block(p) * p.H_kv ? (int64_t)p.B * p.H * p.N_k * d : 0;
+  const int heads = p.H / heads_of_a_block(p);
+  return heads > p.H_kv ? (int64_t)p.B * heads * p.N_k * d : 0;
 }
 
 size_t workspace_bytes(const BwdParams& p) {
@@ -286,7 +292,6 @@ cudaError_t launch(const BwdParams& p, cudaStream_t stream) {
   }
   cudaLaunchKernelEx(EarlyLaunch(p.B * p.H * ceil_div(p.N_q, convert_rows), 256, 0, stream),
                      convert_dQ_kernel, p, w.dQ_accum, dQ_copies);
-  const EarlyLaunch reduce(p.B * p.H_kv * ceil_div(p.N_k, block_rows), 256, 0, stream);
-  if (p.H > block_heads * p.H_kv) cudaLaunchKernelEx(reduce, reduce_heads_kernel, p, dKV_parts);
+  reduce_heads(p, dKV_parts, p.H / block_heads, stream);
   return cudaGetLastError();
 }

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import flash
-from flash_ladder.arithmetic import ArithmeticProblem, ceil_div, evaluate, next_power_of_2
+from flash_ladder.arithmetic import ArithmeticProblem, ceil_div, divisor, evaluate, next_power_of_2
 
 NAMES = {"d": 64, "Br": 128, "Bc": 32, "rows": 1 << 20, "causal": True, "x": -7}
 WRITTEN = [
@@ -54,13 +54,15 @@ def test_functions():
         assert ceil_div(a, 7) == (a + 6) // 7 == evaluate("ceil_div(a, 7)", a=a)
         power = evaluate("next_power_of_2(a)", a=a)
         assert power == next_power_of_2(a) and power >= a > power // 2 and power & (power - 1) == 0
+    for a, most, found in [(12, 5, 4), (12, 12, 12), (12, 99, 12), (7, 6, 1), (8, 0, 1), (8, -3, 1)]:
+        assert evaluate("divisor(a, most)", a=a, most=most) == found == divisor(a, most)
 
 
 @pytest.mark.parametrize("text, message", {
     "d.bit_length()": r"d.bit_length\(\) is no arithmetic",
     "__import__('os')": r"is no arithmetic: there are \+ - \* /",
     "().__class__": "is no arithmetic",
-    "abs(d)": "abs(d) is no arithmetic: .*, min, max, ceil_div, next_power_of_2",
+    "abs(d)": "abs(d) is no arithmetic: .*, min, max, ceil_div, next_power_of_2, divisor",
     "max(*(1, 2))": r"\*\(1, 2\) is no arithmetic",
     "min(1, key=2)": "is no arithmetic",
     "lambda: 1": "is no arithmetic",
@@ -75,6 +77,8 @@ def test_functions():
     "2 ** -1": "an exponent must be an integer from 0 to 80, not -1",
     "1 << 10 ** 9": "a shift must be by an integer from 0 to 80",
     "2 ** 80 * 2": "a number is above 2.80",
+    "divisor(0, 1)": "divisor.. takes numbers from 1 to 65536, not 0",
+    "divisor(2 ** 70, 3)": "divisor.. takes numbers from 1 to 65536",
     "1e300": "a number is above 2.80",
     "(1, 2) * 9": r"\(1, 2\) is no number",
     "1 < (1, 2)": "not supported between",

@@ -158,10 +158,11 @@ def test_many_heads(kernel):
 
 @pytest.mark.parametrize("stage", ["whole_group", "hopper_tuned"])
 @pytest.mark.parametrize("mask", ["bottom", None])
-@pytest.mark.parametrize("H, H_kv, d", [(6, 2, 64), (3, 1, 128)])
-def test_blocks_with_all_heads_of_a_key_head(H, H_kv, d, mask, stage, device):
-    """If there are three for each multiprocessor, of which the simulator has three."""
-    q, k, v = random_qkv(9 if device == "cpu" else 400, H, H_kv, 70, 130, d, device, torch.bfloat16)
+@pytest.mark.parametrize("H, H_kv, d, B, on_gpu", [(6, 2, 64, 9, 400), (3, 1, 128, 9, 400), (8, 1, 64, 3, 132)])
+def test_blocks_with_several_query_heads(H, H_kv, d, B, on_gpu, mask, stage, device):
+    """All of a key head, or two of eight, if that leaves six blocks for each multiprocessor, of which the
+    simulator has three."""
+    q, k, v = random_qkv(B if device == "cpu" else on_gpu, H, H_kv, 70, 130, d, device, torch.bfloat16)
     do, dlse = random_gradients(q)
     options = diagonal_of(mask, q, k), None, dlse
     check_gradients(run((stage, False), q, k, v, do, *options), q, k, v, do, *options)

@@ -3,6 +3,7 @@
 #pragma once
 #include "dropout.cuh"
 #include "gradients.cuh"
+#include "launch.cuh"
 
 // dKV_parts: dK, then dV, each (B, H, N_k, d). Sums over the query heads of a key head, in their order.
 __global__ void __launch_bounds__(256) reduce_heads_kernel(BwdParams p, const float* dKV_parts) {
@@ -29,6 +30,14 @@ __global__ void __launch_bounds__(256) reduce_heads_kernel(BwdParams p, const fl
   };
   add_up(dKV_parts, p.dK, p.scale, HEAD_DIM);
   add_up(dKV_parts + (int64_t)p.B * p.H * all_rows_of_K(p) * HEAD_DIM, p.dV, dropout_scale(p), d_v);
+}
+
+// Launches it, for parts of `heads` heads in each batch element; none if dK and dV have as many
+inline void reduce_heads(BwdParams p, const float* dKV_parts, int heads, cudaStream_t stream) {
+  p.H = heads;
+  const int blocks = p.B * p.H_kv * ceil_div(all_rows_of_K(p), block_rows);
+  if (heads > p.H_kv)
+    cudaLaunchKernelEx(EarlyLaunch(blocks, 256, 0, stream), reduce_heads_kernel, p, dKV_parts);
 }
 
 // Store this warp's 16 rows of an accumulator to a part of `rows` rows: rows from first_row on. The
