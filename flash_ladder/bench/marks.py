@@ -39,7 +39,8 @@ CALLS = {"wait": r"[\w.]*\b(?:wait_until_full|pass|mbarrier_wait)\b",
          "store": r"\bstore_(?:rows|panels|part)\b"}
 BACKWARD = {"empty": CALLS["empty"] + r"|\bfill\(\w+", "copy": CALLS["copy"] + r"|\bfill\(\w+",
             "product": r"(?<=\()\w+(?=_reg(?:_\d)?\b)", "meeting": r"\bnamed_barrier_(?:sync|arrive)\b"}
-ELEMENTS = r"\b(?:for_\w+|round_to_A|store_fragments|seed|hand_over|add_fragments)\(\w+(?:, \w+)?"
+ELEMENTS = (r"\b(?:for_\w+|round_to_A|store_fragments|seed|hand_over|add_fragments|clear_unseen)"
+            r"\(\w+(?:, \w+)?")
 # What a backward stage does with the elements of accumulators, by what its text has
 WORK = (("P and dS", r"exp2\((?s:.*)\bdP = "), ("P", r"exp2\("), ("dS", r"\bdP = "),
         ("sums", r"\batomicAdd\b|\badd_fragments\b"), ("gradients", r"\bstride_n\b|\bstore_halves\b"),

@@ -1,6 +1,7 @@
 // Marks of a backward stage (timeline.cuh): what it does with elements of accumulators, products by mma.sync
 // and dQ = dS K, meetings of warpgroups, and copies that add to HBM.
 #pragma once
+#include "clear_unseen.cuh"
 #include "cluster.cuh"
 #include "gradients.cuh"
 #include "pairs.cuh"
@@ -88,6 +89,17 @@ __device__ __forceinline__ void seed(float (&acc)[n_tiles][4], const float* row,
   mark(ELEMENTS, BEGIN, line, sizeof(acc) / 2);
   ::seed(acc, row);
   mark(ELEMENTS, END, line, sizeof(acc) / 2);
+}
+
+// In a tile that the mask does not cut there is nothing to mark.
+template <class Accumulator, class Tiles>
+__device__ __forceinline__ void clear_unseen(Accumulator& acc, const Mask& mask, const Tiles& tiles, int t,
+                                             int j, int first_row, int first_key,
+                                             int line = __builtin_LINE()) {
+  const bool cut = mask.cuts(tiles, t, j);
+  if (cut) mark(ELEMENTS, BEGIN, line, sizeof(acc) / 2);
+  ::clear_unseen(acc, mask, tiles, t, j, first_row, first_key);
+  if (cut) mark(ELEMENTS, END, line, sizeof(acc) / 2);
 }
 
 // By instructions that add four numbers, or one
@@ -199,6 +211,7 @@ template <int groups_left> __device__ __forceinline__ void bulk_wait() {
 #define round_to_A timeline::round_to_A
 #define store_fragments timeline::store_fragments
 #define seed timeline::seed
+#define clear_unseen timeline::clear_unseen
 #define store_part timeline::store_part
 #define multiply timeline::multiply
 #define wgmma_dQ timeline::wgmma_dQ
