@@ -158,7 +158,8 @@ def test_many_heads(kernel):
 
 @pytest.mark.parametrize("stage", ["whole_group", "hopper_tuned"])
 @pytest.mark.parametrize("mask", ["bottom", None])
-@pytest.mark.parametrize("H, H_kv, d, B, on_gpu", [(6, 2, 64, 9, 400), (3, 1, 128, 9, 400), (8, 1, 64, 3, 132)])
+@pytest.mark.parametrize("H, H_kv, d, B, on_gpu",
+                         [(6, 2, 64, 9, 400), (3, 1, 128, 9, 400), (8, 1, 64, 3, 132)])
 def test_blocks_with_several_query_heads(H, H_kv, d, B, on_gpu, mask, stage, device):
     """All of a key head, or two of eight, if that leaves six blocks for each multiprocessor, of which the
     simulator has three."""
