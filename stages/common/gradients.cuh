@@ -52,8 +52,8 @@ __global__ void __launch_bounds__(256) convert_dQ_kernel(BwdParams p, const floa
   int first_row = strip;
   enter_sequence_of_row(p, first_row);
   if (first_row >= p.N_q || col >= HEAD_DIM) return;
-  start_next_kernel();
   wait_for_previous_kernel();               // it may have started early
+  start_next_kernel();                      // now: reduce_heads_kernel needs no more than that one's sums
   float sum[2][8] = {};
   for (int copy = 0; copy < dQ_copies; copy++) {
     const float* from = dQ_accum + ((copy * (int64_t)p.B * p.H + bh) * N + strip) * HEAD_DIM + 16 * col +

@@ -5,9 +5,10 @@
 #include "gradients.cuh"
 #include "launch.cuh"
 
-// dKV_parts: dK, then dV, each (B, H, N_k, d). Sums over the query heads of a key head, in their order.
+// dKV_parts: dK, then dV, each (B, H, N_k, d). Sums over the query heads of a key head, in their order. It may
+// start early, beside convert_dQ_kernel, which has waited for the kernel that makes the parts. That one may
+// still run, so it is waited for at the end: who comes next finds all of it done.
 __global__ void __launch_bounds__(256) reduce_heads_kernel(BwdParams p, const float* dKV_parts) {
-  wait_for_previous_kernel();               // it may have started early
   const int blocks = ceil_div(all_rows_of_K(p), block_rows), bh = blockIdx.x / blocks;
   const int b = bh / p.H_kv, h_kv = bh % p.H_kv, group = p.H / p.H_kv;
   const int row = blockIdx.x % blocks * block_rows + threadIdx.x / row_threads;
@@ -16,6 +17,7 @@ __global__ void __launch_bounds__(256) reduce_heads_kernel(BwdParams p, const fl
   auto add_up = [&](const float* parts, const Tensor& out, float scale, int columns) {
     if (col >= columns) return;
     float sum[8] = {};
+    #pragma unroll 4                        // their loads overlap
     for (int h = 0; h < group; h++) {
       const float* from = parts + (((int64_t)bh * group + h) * all_rows_of_K(p) + row) * HEAD_DIM + col;
       for (int e = 0; e < 8; e += 4) {
@@ -30,6 +32,7 @@ __global__ void __launch_bounds__(256) reduce_heads_kernel(BwdParams p, const fl
   };
   add_up(dKV_parts, p.dK, p.scale, HEAD_DIM);
   add_up(dKV_parts + (int64_t)p.B * p.H * all_rows_of_K(p) * HEAD_DIM, p.dV, dropout_scale(p), d_v);
+  wait_for_previous_kernel();
 }
 
 // Launches it, for parts of `heads` heads in each batch element; none if dK and dV have as many
