@@ -69,8 +69,8 @@
 //                                        the keys of both; clusters
 //   stages/bwd_25_half_tiles.cuh         dO comes in half tiles, three in a ring: one of the next tile's is
 //                                        there while dV reads this tile
-//   stages/bwd_26_whole_group.cuh        (after dq_by_turns) all query heads of a key head in a block, where
-//                                        blocks are enough; else a block for each
+//   stages/bwd_26_whole_group.cuh        (after dq_by_turns) as many query heads of a key head in a block as
+//                                        leave blocks enough; dK, dV in parts if not all
 //   stages/bwd_27_hopper_tuned.cuh       what is left: order of blocks, early launches, TMA stores
 //   stages/bwd_28_exchanged_tuned.cuh    (after half_tiles) what is left: TMA stores, a cluster for each
 //                                        query head, order of blocks, early launches

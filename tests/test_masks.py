@@ -223,6 +223,12 @@ def test_ends_of_branches(stage, name, device):
         check(name, None, stage.name, SIZES, type_of(stage), device)
 
 
+@pytest.mark.parametrize("stage, d", [("hopper_tuned", 64), ("exchanged_tuned", 136)])
+def test_a_lane_asks_for_all_of_its_elements(stage, d):
+    """Of a tile that is cut, to its last row and key: clear_unseen.cuh has bits for them."""
+    check("causal_and_document", None, stage, (1, 2, 1, 130, 130, d), torch.bfloat16, "cpu")
+
+
 SMALL = {"Br": 32, "Bc": 32}
 SMALL_BWD = {"Br_bwd": 32, "Bc_bwd": 32}
 

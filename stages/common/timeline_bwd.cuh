@@ -94,11 +94,11 @@ __device__ __forceinline__ void seed(float (&acc)[n_tiles][4], const float* row,
 // In a tile that the mask does not cut there is nothing to mark.
 template <class Accumulator, class Tiles>
 __device__ __forceinline__ void clear_unseen(Accumulator& acc, const Mask& mask, const Tiles& tiles, int t,
-                                             int j, int first_row, int first_key,
+                                             int j, int first_row, int first_key, uint64_t seen,
                                              int line = __builtin_LINE()) {
   const bool cut = mask.cuts(tiles, t, j);
   if (cut) mark(ELEMENTS, BEGIN, line, sizeof(acc) / 2);
-  ::clear_unseen(acc, mask, tiles, t, j, first_row, first_key);
+  ::clear_unseen(acc, mask, tiles, t, j, first_row, first_key, seen);
   if (cut) mark(ELEMENTS, END, line, sizeof(acc) / 2);
 }
 
