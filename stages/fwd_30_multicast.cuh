@@ -25,17 +25,17 @@
 //       rows of the cluster     0 - 63      64 - 127    128 - 191   192 - 255
 //       block, warpgroup        0, 0        1, 0        1, 1        0, 1
 //
-//     So Q_i is a tile of 64 rows for each warpgroup. The last tiles of K and V that only chunk 3 needs the
-//     other warpgroups pass by, and now that may be several. For that P V of their last one has to be done
-//     before, as there are two buffers of V.
+//     So Q_i comes in boxes of 64 rows. The last tiles of K and V, which only chunk 3 needs, the other
+//     warpgroups pass by, now perhaps several: so P V of their own last one is done before, as there are two
+//     buffers of V.
 //   - Which tiles of Q are whose is settled: a ticket would have to go to both blocks. There are as many
-//     clusters as pairs of multiprocessors, and they take tiles by turns, the longest first, there and back: who
+//     clusters as pairs of multiprocessors. They take tiles by turns, the longest first, there and back: who
 //     came first in a round comes last in the next. So no kernel has to clear a counter.
 //   - No block may begin before the other's mbarriers are there, nor end while it may still arrive at them:
 //     cluster_sync() at both ends.
 //
-// Changed from hopper_tuned: this. It is for d > 128, and what is not needed there has gone: the next tile's
-// first product under this one's last (seamless), the second buffer of Q, and that of O.
+// Changed from hopper_tuned: this. With d <= 128, where P V of a tile's last step is done under the next tile's
+// first product, a warpgroup passes one tile at most, as before.
 //
 // HBM traffic without caches (hbm, above): as in flash2, by tiles of 2 Br rows.
 #pragma once

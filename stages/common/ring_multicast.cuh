@@ -33,7 +33,7 @@ struct MulticastRing : Ring<buffers, rows> {
   // The consumers': one lane for each block
   __device__ __forceinline__ void release(unsigned step) const {
     const int lane = threadIdx.x % 32;
-    if (lane < 2) mbarrier_arrive_in_block(this->empty + step % buffers, lane);
+    if (lane < 2) mbarrier_arrive_as_reader(this->empty + step % buffers, lane);
   }
   __device__ __forceinline__ void pass(unsigned step) const {
     this->wait_until_full(step);
