@@ -34,8 +34,8 @@
 //   - No block may begin before the other's mbarriers are there, nor end while it may still arrive at them:
 //     cluster_sync() at both ends.
 //
-// Changed from hopper_tuned: this. With d <= 128, where P V of a tile's last step is done under the next tile's
-// first product, a warpgroup passes one tile at most, as before.
+// Changed from hopper_tuned: this. With d <= 128 P V of a tile's last step is done under the first product of
+// the next one: there a warpgroup passes one tile at most, as before.
 //
 // HBM traffic without caches (hbm, above): as in flash2, by tiles of 2 Br rows.
 #pragma once
