@@ -259,6 +259,14 @@ def test_a_cluster_walks_through_the_tiles_of_both_blocks(name, stage, device):
 
 
 @pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("name", ["window", "prefix", "causal_and_document", "softcap_and_causal_and_alibi"])
+def test_a_cluster_walks_through_the_keys_of_both_blocks(name, device):
+    """Tiles of 256 rows, of which each block has 128; the last ones are 44."""
+    check(name, "multicast", None, (1, 4, 2, 300, 290, 200), torch.bfloat16, device, gradients=False, Br=256,
+          Bc=80)
+
+
+@pytest.mark.parametrize("device", DEVICES)
 def test_a_window_at_the_end_of_hoppers_backward(device):
     """Which no call takes by itself. It looks at either side of a tile in those alone that are cut there."""
     tiles = {"Br_bwd": 64, "Bc_bwd": 64}

@@ -14,10 +14,11 @@
 //   empty    all warps of both blocks are done with the tile     2 arrivals a warp
 template <int buffers, int rows>
 struct MulticastRing : Ring<buffers, rows> {
-  using Ring<buffers, rows>::Ring;
+  using One = Ring<buffers, rows>;      // of one block
+  using One::One;
 
   // By the block, before a cluster_sync(): as many warps are consumers in both blocks
-  __device__ __forceinline__ void init(int warps) const { Ring<buffers, rows>::init(2 * warps); }
+  __device__ __forceinline__ void init(int warps) const { One::init(2 * warps); }
 
   // The producers': the map's box has rows / 2 rows
   __device__ void fill(const CUtensorMap& map, unsigned step, int row, int head, int batch) const {
