@@ -81,6 +81,8 @@
 //   stages/fwd_28_cut_diagonal.cuh       on the diagonal a warpgroup multiplies half a tile, or none, if its
 //                                        own rows see no more
 //   stages/fwd_29_hopper_tuned.cuh       what is left: O by TMA stores, wide tiles for long rows
+//   stages/fwd_30_multicast.cuh          a cluster of two blocks shares K and V: each asks for half of a
+//                                        tile, for both
 // A stage starts with lines for flash_ladder/registry.py: the stage that it grew from (after); at the end of
 // a branch, the architecture from which on calls take it (default), perhaps only some calls; what it knows
 // of dropout, sinks and the like (takes), and what it refuses that others take (refuses); tile sizes and

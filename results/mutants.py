@@ -72,6 +72,15 @@ MORE_SHAPES = [
     (1, 1, 1, 128, 49, 40, -79, (128, 32), "a large key"),   # one more than half of the last tile
     (1, 4, 1, 128, 48, 136, -80, (128, 32), ""),     # just half of it
 ]
+# For those where two blocks are a cluster, in their place: each has every other 64 rows, nearly
+OF_TWO_BLOCKS = [
+    (1, 3, 1, 400, 150, 72, -250, (256, 32), ""),
+    (1, 3, 1, 280, 60, 136, None, (256, 16), ""),
+    (1, 2, 1, 400, 64, 40, -220, (384, 16), ""),
+    (1, 2, 1, 256, 270, 136, 14, (256, 32), ""),     # warpgroups see nothing of up to six tiles
+    (1, 1, 1, 256, 49, 40, -207, (256, 32), "a large key"),  # one more than half of the last tile
+    (1, 4, 1, 256, 48, 136, -208, (256, 32), ""),    # just half of it
+]
 # For Hopper's backward stages: two warpgroups with keys of their own, one tile of Q after the other
 MORE_BACKWARD = [
     (1, 2, 1, 130, 140, 72, -20, (64, 128), ""),     # which share the columns of dQ; heads, too, share keys
@@ -100,6 +109,8 @@ SCHEDULES = [{}, {"FLASH_SIM_COPIES": "early"}, {"FLASH_SIM_COPIES": "random", "
 def shapes_of(stage: flash.Stage) -> list[tuple]:
     """SHAPES, and what a stage has beside them."""
     more = MORE_SHAPES if stage.direction == "fwd" else MORE_BACKWARD
+    if "Br % 128" in stage.limits:               # of a cluster
+        more = OF_TWO_BLOCKS
     if "(64,); Bc" in stage.limits:              # of one size
         size = 64, stage.default_tiles(128)["Bc"]
         more = [shape for shape in more + ONE_SIZE if shape[-2] == size]

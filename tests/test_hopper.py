@@ -5,6 +5,7 @@ Instructions" and "Tensors".
 """
 
 import concurrent.futures
+import contextlib
 import ctypes
 import functools
 import itertools
@@ -453,11 +454,14 @@ def test_copies_of_a_kernel_that_starts_early(device, schedule):
 
 
 # ------------------------------------------------------------------------------------------ stages
-def on_the_diagonal(path, device):
+ON_THE_DIAGONAL = (200, 200, 192, 64), (192, 330, 192, 64), (128, 49, 128, 32), (130, 140, 128, 80)
+OF_TWO_BLOCKS = (256, 256, 256, 80), (400, 330, 256, 80), (300, 310, 256, 32), (130, 130, 128, 32)
+
+
+def on_the_diagonal(path, device, sizes=ON_THE_DIAGONAL, d=16):
     """Tiles of Q of which one warpgroup needs all, another half of the last tile of keys, or none of it."""
-    for N_q, N_k, Br, Bc in ((200, 200, 192, 64), (192, 330, 192, 64), (128, 49, 128, 32),
-                             (130, 140, 128, 80)):
-        q, k, v = random_qkv(1, 2, 1, N_q, N_k, 16, device, torch.bfloat16)
+    for N_q, N_k, Br, Bc in sizes:
+        q, k, v = random_qkv(1, 2, 1, N_q, N_k, d, device, torch.bfloat16)
         k[:, :, -1] = 2 * q[:, :1, -1]          # so that it counts
         o, lse = flash.attention(q, k, v, causal=True, stage=path, Br=Br, Bc=Bc, return_lse=True)
         check(o, lse, q, k, v, N_k - N_q)
@@ -481,6 +485,42 @@ def test_what_a_warpgroup_leaves_out(device, stage, code, other, tmp_path):
     assert wrong.read_text() != text
     with pytest.raises(AssertionError):
         on_the_diagonal(wrong, device)
+
+
+@pytest.mark.parametrize("d", [16, 136])
+def test_what_a_warpgroup_of_a_cluster_leaves_out(device, d, tmp_path):
+    """With d > 128 several tiles, else one."""
+    path = next(s for s in flash.stages("fwd") if s.name == "multicast").path
+    on_the_diagonal(path, device, OF_TWO_BLOCKS, d)
+    wrong = tmp_path / "wrong.cuh"
+    wrong.write_text(path.read_text().replace(*TOO_FEW))
+    assert wrong.read_text() != path.read_text()
+    with pytest.raises(AssertionError):
+        on_the_diagonal(wrong, device, OF_TWO_BLOCKS, d)
+
+
+@pytest.mark.parametrize("d, Br, Bc, causal", [(256, 256, 80, False), (256, 256, 80, True),
+                                               (128, 256, 128, True), (64, 384, 128, False)])
+def test_two_blocks_share_tiles_of_K_and_V(device, schedule, d, Br, Bc, causal):
+    """Several rounds; of the last cluster a block has few rows, or none."""
+    q, k, v = random_qkv(1, 2, 1, Br + 44, 330, d, device, torch.bfloat16)
+    with flash.inspect() if device == "cpu" else contextlib.nullcontext() as report:
+        o, lse = flash.attention(q, k, v, causal=causal, stage="multicast", return_lse=True, Br=Br, Bc=Bc)
+    check(o, lse, q, k, v, 330 - (Br + 44) if causal else None)
+    assert not (report and report.findings), report
+
+
+@simulator_only
+def test_columns_of_S_of_a_cluster(device):
+    """On the diagonal each warpgroup multiplies what its own 64 rows need, of 256."""
+    N, d, Br, Bc = 576, 192, 256, 80
+    q = torch.randn(1, 1, N, d, generator=torch.Generator().manual_seed(0)).bfloat16()
+    with flash.inspect(Q=q) as report:
+        flash.attention(q, q, q, causal=True, stage="multicast", Br=Br, Bc=Bc)
+    products = sum(a.requests for a in report.accesses
+                   if a.kind == "wgmma" and a.bytes == a.requests * 32 * (64 + Bc))
+    needed = [-(-min(row + 64, N) // Bc) for row in range(0, -(-N // Br) * Br, 64)]
+    assert products == sum(needed) * d // 16
 
 
 @simulator_only

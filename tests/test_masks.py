@@ -243,7 +243,8 @@ def test_other_stages(stage, kind, device):
     sizes, forward = (1, 4, 2, 50, 70, 40), stage.direction == "fwd"
     name = {"range": "softcap_and_causal_and_alibi", "list": "causal_and_document" if forward else "additive"}
     if forward:
-        small = SMALL | {"Br": 64} if stage.needs == "sm_90a" else SMALL      # rows of a warpgroup
+        rows = 128 if stage.name == "multicast" else 64    # of a warpgroup, or of those of a cluster
+        small = SMALL | {"Br": rows} if stage.needs == "sm_90a" else SMALL
         check(name[kind], stage.name, None, sizes, type_of(stage), device, gradients=False, **small)
     else:
         small = dict.fromkeys(SMALL_BWD, 64) if stage.needs == "sm_90a" else SMALL_BWD
@@ -261,6 +262,14 @@ def default_tiles(stage) -> dict[str, int]:
 def test_a_cluster_walks_through_the_tiles_of_both_blocks(name, stage, device):
     """Of the last cluster of three, a block has no key; of the others one may see less than the other."""
     check(name, None, stage, (1, 4, 2, 140, 300, 200), torch.bfloat16, device, **SMALL)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("name", ["window", "prefix", "causal_and_document", "softcap_and_causal_and_alibi"])
+def test_a_cluster_walks_through_the_keys_of_both_blocks(name, device):
+    """Tiles of 256 rows, of which each block has 128; the last ones are 44."""
+    check(name, "multicast", None, (1, 4, 2, 300, 290, 200), torch.bfloat16, device, gradients=False, Br=256,
+          Bc=80)
 
 
 @pytest.mark.parametrize("device", DEVICES)

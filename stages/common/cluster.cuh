@@ -46,6 +46,15 @@ __device__ __forceinline__ void mbarrier_arrive_in_block(uint64_t* barrier, int 
                :: "r"(shared_address(barrier)), "r"(rank) : "memory");
 }
 
+// The same, of a thread that has only read what the barrier guards: nothing that it has written is seen there
+// for it. (The other one is a fence first, MEMBAR.ALL.GPU, as it must be seen from another multiprocessor.)
+__device__ __forceinline__ void mbarrier_arrive_as_reader(uint64_t* barrier, int rank) {
+  asm volatile("{.reg .b32 there;\n\t"
+               "mapa.shared::cluster.u32 there, %0, %1;\n\t"
+               "mbarrier.arrive.shared::cluster.b64 _, [there];}"
+               :: "r"(shared_address(barrier)), "r"(rank) : "memory");
+}
+
 // Wait for a phase in which threads of other blocks arrive, too, and see what they have done before.
 // (mbarrier_wait() is for this block's threads: at its scope it costs less.)
 __device__ __forceinline__ void mbarrier_wait_for_blocks(uint64_t* barrier, int parity) {

@@ -145,17 +145,19 @@ struct Mask {
   }
 
   // How much of the `end` tiles of K and V that a tile of Q needs do its rows up to this one need: so many
-  // tiles, at most one less; and of the last one perhaps no more than its first `some` columns. Asked by
-  // stages whose warpgroups have 64 rows each (cut_diagonal); answered for masks whose tiles stand in order.
+  // tiles, at most one less, if not `several`; and of the last one perhaps no more than its first `some`
+  // columns. Asked by stages whose warpgroups have 64 rows each (cut_diagonal); answered for masks whose
+  // tiles stand in order.
   struct Needed {
     int tiles;
     bool some_are_enough;
   };
-  template <int some>
+  template <int some, bool several = false>
   __device__ Needed needed(int end, int row) const {
     if constexpr (BLOCK_R <= 64 || !Rule::is_range || !Rule::from_0 || Rule::all_keys) return {end, false};
     const int keys = min(rule.end_key(row), end * BLOCK_C);      // without the minimum wgmma is serialised
-    const int tiles = end - (end > 1 && keys <= (end - 1) * BLOCK_C);
+    const int tiles = several ? max(ceil_div(keys, BLOCK_C), 1)
+                              : end - (end > 1 && keys <= (end - 1) * BLOCK_C);
     return {tiles, some < BLOCK_C && tiles > 1 && keys <= (tiles - 1) * BLOCK_C + some};
   }
 

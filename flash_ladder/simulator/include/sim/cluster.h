@@ -30,6 +30,9 @@ template <class T> inline T* in_block(T* p, int rank, SIM_SITE) {
 SIM_ALWAYS_INLINE void mbarrier_arrive_in_block(uint64_t* barrier, int rank, SIM_SITE) {
   sim::sim_mbarrier_arrive_in_block(barrier, rank, file, line);
 }
+SIM_ALWAYS_INLINE void mbarrier_arrive_as_reader(uint64_t* barrier, int rank, SIM_SITE) {
+  sim::sim_mbarrier_arrive_in_block(barrier, rank, file, line);
+}
 SIM_ALWAYS_INLINE void tma_load_multicast(void* to, const CUtensorMap& map, uint64_t* barrier, int col,
                                           int row, int head, int batch, int ranks, SIM_SITE) {
   const int corner[] = {col, row, head, batch};
