@@ -83,6 +83,8 @@
 //   stages/fwd_29_hopper_tuned.cuh       what is left: O by TMA stores, wide tiles for long rows
 //   stages/fwd_30_multicast.cuh          a cluster of two blocks shares K and V: each asks for half of a
 //                                        tile, for both
+//   stages/fwd_31_multicast_tuned.cuh    a ticket for the next tile of Q, from one block of the cluster to
+//                                        the other
 // A stage starts with lines for flash_ladder/registry.py: the stage that it grew from (after); at the end of
 // a branch, the architecture from which on calls take it (default), perhaps only some calls; what it knows
 // of dropout, sinks and the like (takes), and what it refuses that others take (refuses); tile sizes and

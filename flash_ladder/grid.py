@@ -33,17 +33,19 @@ GRID = [
 THIN = [GRID[n] for n in (0, 2, 4, 6, 8)]
 
 
-# A side branch, for d > 128: it makes its parent no fork, and takes what rungs in the middle take.
-# test_backward.py and test_masks.py have more of it.
-SIDE_BRANCH = ("consumer_roles", "exchanged_ds", "half_tiles", "exchanged_tuned")
+# Side branches, for d > 128: they make their parent no fork, and take what rungs in the middle take.
+# test_backward.py, test_hopper.py and test_masks.py have more of them.
+SIDE_BRANCH = ("consumer_roles", "exchanged_ds", "half_tiles", "exchanged_tuned")        # of the backward
+MULTICAST = ("multicast", "multicast_tuned")       # of the forward
 
 
 def is_end(stage) -> bool:
     """Whether a stage is an end of a branch: a root, a fork or a leaf of the ladder, or what calls take.
     One's own file is."""
-    if stage.name in SIDE_BRANCH:
+    if stage.name in (*SIDE_BRANCH, *MULTICAST):
         return False
-    children = [s for s in stages(stage.direction) if s.after == stage.name and s.name not in SIDE_BRANCH]
+    children = [s for s in stages(stage.direction)
+                if s.after == stage.name and s.name not in (*SIDE_BRANCH, *MULTICAST)]
     return not stage.after or len(children) != 1 or bool(stage.default) or not stage.number
 
 

@@ -13,6 +13,7 @@ import flash
 from flash_ladder import checks, launch, plan, registry
 from flash_ladder import stage as stage_module
 from flash_ladder.arithmetic import evaluate
+from flash_ladder.grid import MULTICAST
 
 BY_NAME = {s.name: s for s in flash.stages("fwd")}
 STAGES = list(BY_NAME)
@@ -177,7 +178,7 @@ def test_other_types_name_the_stage():
 def test_shared_memory_is_checked_with_both_numbers(stage, monkeypatch):
     """A T4 allows 64 KB, an H100 227 KB: what fits on the one is refused on the other."""
     monkeypatch.setattr(plan, "shared_memory_per_block", lambda device: 65536)
-    Br = 128 if stage == "multicast" else 64        # a cluster's: two blocks have 64 rows each
+    Br = 128 if stage in MULTICAST else 64        # a cluster's: two blocks have 64 rows each
     refused(
         rf"^stage '{stage}' with Br={Br}, Bc=64, d=256 needs \d{{5,6}} bytes of shared memory a block, "
         r"and this device has 65536; "

@@ -7,7 +7,7 @@ import torch
 from conftest import DEVICES
 
 import flash
-from flash_ladder.grid import SIDE_BRANCH
+from flash_ladder.grid import MULTICAST, SIDE_BRANCH
 from flash_ladder.tiles import SKIPPED, WHOLE
 
 TAKING = [s for s in flash.stages() if s.takes_masks]
@@ -243,7 +243,7 @@ def test_other_stages(stage, kind, device):
     sizes, forward = (1, 4, 2, 50, 70, 40), stage.direction == "fwd"
     name = {"range": "softcap_and_causal_and_alibi", "list": "causal_and_document" if forward else "additive"}
     if forward:
-        rows = 128 if stage.name == "multicast" else 64    # of a warpgroup, or of those of a cluster
+        rows = 128 if stage.name in MULTICAST else 64    # of a warpgroup, or of those of a cluster
         small = SMALL | {"Br": rows} if stage.needs == "sm_90a" else SMALL
         check(name[kind], stage.name, None, sizes, type_of(stage), device, gradients=False, **small)
     else:
@@ -265,10 +265,11 @@ def test_a_cluster_walks_through_the_tiles_of_both_blocks(name, stage, device):
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("name", ["window", "prefix", "causal_and_document", "softcap_and_causal_and_alibi"])
-def test_a_cluster_walks_through_the_keys_of_both_blocks(name, device):
+@pytest.mark.parametrize("name, stage", zip(
+    ["window", "prefix", "causal_and_document", "softcap_and_causal_and_alibi"], MULTICAST * 2))
+def test_a_cluster_walks_through_the_keys_of_both_blocks(name, stage, device):
     """Tiles of 256 rows, of which each block has 128; the last ones are 44."""
-    check(name, "multicast", None, (1, 4, 2, 300, 290, 200), torch.bfloat16, device, gradients=False, Br=256,
+    check(name, stage, None, (1, 4, 2, 300, 290, 200), torch.bfloat16, device, gradients=False, Br=256,
           Bc=80)
 
 
