@@ -3,13 +3,16 @@ right. Each case is a process of its own, which says at its end that it is alive
 
 import contextlib
 import contextvars
+import json
 import multiprocessing
 import os
 import re
 import resource
 import signal
+import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 
@@ -50,25 +53,50 @@ ENDLESS = {30: "a plain loop", 31: "malloc and free", 32: "strings", 33: "sleepi
 WITH_LINE = (1, 4, 10, 12, 13)                 # of those a line is named
 SIDES = {"kernel": 0, "launch()": 1000, "workspace_bytes()": 2000}
 
-CALLS = """
-import signal, sys
-signal.signal(signal.SIGINT, signal.default_int_handler)   # a background process starts without
+# Each case is a fork of a process that has imported PyTorch and flash, which takes more than a second, and
+# has called nothing. It is sent the case and where to write; it replies the fork's number and how that ended.
+CASES = """
+import json, os, signal, socket, sys
 from pathlib import Path
 import torch, flash
 from flash_ladder.reference import reference
+
+socket_of_test = socket.socket(fileno=int(sys.argv[1]))
+def reply(number):
+    socket_of_test.send(b"%d\\n" % number)
+
+while True:
+    request, outputs, *_ = socket.recv_fds(socket_of_test, 1 << 16, 2)
+    if not request:
+        sys.exit()
+    child = os.fork()
+    if not child:
+        break
+    for output in outputs:
+        os.close(output)
+    reply(child)
+    reply(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+
+socket_of_test.close()
+for output, place in zip(outputs, (1, 2)):
+    os.dup2(output, place)
+    os.close(output)
+signal.signal(signal.SIGINT, signal.default_int_handler)   # a background process starts without
+stage, scale, environment = json.loads(request)
+os.environ.update(environment)
 q, k, v = torch.randn(3, 1, 2, 16, 8)
 
 def call(number):
-    return flash.attention(q, k, v, stage=Path(sys.argv[1]), scale=float(number))
+    return flash.attention(q, k, v, stage=Path(stage), scale=float(number))
 
 assert (call(0) == 7).all()
 print("started", flush=True)
 try:
-    call(int(sys.argv[2]))
+    call(scale)
 except RuntimeError as error:
     print("RuntimeError:", " ".join(str(error).split()))
 except KeyboardInterrupt:
-    print("KeyboardInterrupt")
+    print("KeyboardInterrupt", flush=True)
 else:
     print("nothing was raised")
 for _ in range(2):
@@ -79,22 +107,58 @@ print("alive")
 """
 
 
-def start(number: int, **environment) -> subprocess.Popen:
-    return subprocess.Popen(
-        [sys.executable, "-c", CALLS, str(HOSTILE), str(number)], cwd=flash.ROOT,
-        env=os.environ | {"FLASH_SIM_THREADS": "2"} | environment,
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+class Case:
+    """One of them. out: what it prints, as it comes."""
+
+    def __init__(self, server: socket.socket, number: int, environment: dict[str, str]):
+        read, write = os.pipe()
+        self.out = open(read)
+        self.errors = tempfile.TemporaryFile("w+")
+        self.replies = server.makefile()
+        request = json.dumps([str(HOSTILE), number, {"FLASH_SIM_THREADS": "2"} | environment])
+        socket.send_fds(server, [request.encode()], [write, self.errors.fileno()])
+        os.close(write)
+        self.pid = int(self.replies.readline())
+
+    def rest(self, timeout: float) -> tuple[int, str, str]:
+        """Its exit status, what it still prints, and its errors. It is killed when the time is over."""
+        watch = threading.Timer(timeout, os.kill, (self.pid, signal.SIGKILL))
+        watch.start()
+        out = self.out.read()
+        status = int(self.replies.readline())
+        watch.cancel()
+        self.errors.seek(0)
+        return status, out, self.errors.read()
+
+    def result(self) -> str:
+        """What was raised, if it is alive to its end."""
+        status, out, errors = self.rest(120)
+        assert status == 0 and out.splitlines()[-1:] == ["alive"], out + errors
+        return out.splitlines()[-2]
 
 
-def result(process: subprocess.Popen) -> str:
-    """What was raised, of a process that is alive to its end."""
-    try:
-        out, errors = process.communicate(timeout=120)
-    finally:
-        process.kill()
-        process.wait()
-    assert process.returncode == 0 and out.splitlines()[-1:] == ["alive"], out + errors
-    return out.splitlines()[-2]
+@pytest.fixture(scope="module")
+def server():
+    ours, theirs = socket.socketpair()
+    process = subprocess.Popen([sys.executable, "-c", CASES, str(theirs.fileno())], cwd=flash.ROOT,
+                               pass_fds=[theirs.fileno()])
+    theirs.close()
+    with ours:
+        yield ours
+    assert process.wait(60) == 0
+
+
+@pytest.fixture
+def start(server):
+    def start(number: int, **environment: str) -> Case:
+        started.append(Case(server, number, environment))
+        return started[-1]
+
+    started: list[Case] = []
+    yield start
+    for case in started:
+        for file in (case.out, case.errors, case.replies):
+            file.close()
 
 
 def cases(numbers) -> list:
@@ -104,8 +168,8 @@ def cases(numbers) -> list:
 
 
 @pytest.mark.parametrize("number, side", cases(WHAT))
-def test_a_fault_is_an_error(number, side):
-    message = result(start(SIDES[side] + number))
+def test_a_fault_is_an_error(start, number, side):
+    message = start(SIDES[side] + number).result()
     assert re.search(f"RuntimeError: .*hostile.*({WHAT[number]})", message), message
     assert ("kernel hostile_kernel, block" if side == "kernel" else f"host code, {side}") in message, message
     if number in WITH_LINE:
@@ -113,24 +177,24 @@ def test_a_fault_is_an_error(number, side):
 
 
 @pytest.mark.parametrize("number, side", cases(ENDLESS))
-def test_ctrl_c(number, side):
+def test_ctrl_c(start, number, side):
     """Within a second; that of the loop around malloc as well."""
-    process = start(SIDES[side] + number)
-    assert process.stdout.readline() == "started\n"
+    case = start(SIDES[side] + number)
+    assert case.out.readline() == "started\n"
     time.sleep(0.3)
-    process.send_signal(signal.SIGINT)
+    os.kill(case.pid, signal.SIGINT)
     sent = time.monotonic()
-    line = process.stdout.readline()
+    line = case.out.readline()
     took = time.monotonic() - sent
-    out, errors = process.communicate(timeout=60)
+    status, out, errors = case.rest(60)
     assert line == "KeyboardInterrupt\n" and took < 1, (line, took, errors)
-    assert out == "alive\n" and process.returncode == 0, out + errors
+    assert out == "alive\n" and status == 0, out + errors
 
 
 @pytest.mark.parametrize("number, side", cases(ENDLESS))
-def test_the_time_limit(number, side):
+def test_the_time_limit(start, number, side):
     """With the line that it was at."""
-    message = result(start(SIDES[side] + number, FLASH_SIM_SECONDS="0.5"))
+    message = start(SIDES[side] + number, FLASH_SIM_SECONDS="0.5").result()
     assert re.search(r"RuntimeError: .*ran longer than 0\.5 s \(FLASH_SIM_SECONDS\)", message), message
     if number in (30, 33):  # where it calls the C library again and again, the call's stub has no line
         assert re.search(r"hostile\.cuh:\d+", message), message

@@ -55,6 +55,14 @@ class Environment:
     def install(self, *what) -> None:
         subprocess.run([*PIP, "--python", str(self.python), "install", *OFFLINE, *map(str, what)], check=True)
 
+    def has_simulator(self, folder: Path) -> None:
+        """Copy the simulator's library, which takes half a minute to build, to a folder of builds. A build's
+        name has a hash of its sources: it is taken only if those that were installed are the tree's.
+        """
+        library = flash.build_simulator().parent
+        shutil.copytree(library, folder / library.name, ignore=shutil.ignore_patterns("*.o"),
+                        dirs_exist_ok=True)
+
     def run(self, *command, **more: str) -> str:
         kept = {name: value for name, value in os.environ.items()
                 if not name.startswith(("FLASH_", "PYTHON", "XDG_"))}
@@ -93,7 +101,8 @@ def test_what_is_in_the_wheel(wheel):
 
 
 def test_five_lines_from_an_empty_folder(installed):
-    """Right; what is built goes to the user's cache folder, and an environment variable moves it."""
+    """Right, with a simulator of its own; what is built goes to the user's cache folder, and an environment
+    variable moves it."""
     _, error, version, place, build = installed.run("python", "-c", FIVE_LINES).split()
     assert float(error) < 1e-5 and version == flash.__version__
     assert Path(place).is_relative_to(installed.python.parents[1])
@@ -112,7 +121,9 @@ def test_console_command(installed):
     assert "  python -m flash_ladder.bench --stages flash2,mine.cuh\n" in out
     assert "--sweep STAGE" in installed.run("python", "-m", "flash_ladder.bench", "--help")
     assert "flash-ladder" in installed.run("flash-ladder", "--help")
-    shutil.rmtree(installed.home / ".cache" / "flash-ladder", ignore_errors=True)
+    builds = installed.home / ".cache" / "flash-ladder"
+    shutil.rmtree(builds, ignore_errors=True)
+    installed.has_simulator(builds)
     installed.run("python", "-c", FIVE_LINES)
     assert re.search(r"/flash-ladder: [23] builds, [\d.]+ MB; the limit is 5,000 MB",
                      installed.run("flash-ladder", "cache"))
@@ -124,6 +135,7 @@ def test_an_edit_of_an_editable_install_takes_effect(tree, tmp_path):
     """At the next call of the same process. The .cu files are the tree's, and builds go to its build/."""
     environment = Environment(tmp_path)
     environment.install("-e", tree)
+    environment.has_simulator(tree / "build")
     environment.run("python", "-c", """
 import time, pathlib, torch, flash
 q, k, v = torch.randn(3, 1, 1, 24, 16)

@@ -19,6 +19,7 @@ For checked builds local_variables.py has further edits: by these it learns of r
 nothing has written, and of elements outside of arrays.
 """
 
+import functools
 import re
 
 from .local_variables import subscripts, without_value
@@ -50,6 +51,7 @@ class TranslationError(ValueError):
     """CUDA syntax that the translator does not know; the message starts with file:line."""
 
 
+@functools.lru_cache(256)  # the files of stages/common are in each build
 def translate(source: str, path: str, checked: bool = False) -> str:
     """The C++ for a .cu or .cuh file's text.
 
