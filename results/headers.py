@@ -20,7 +20,7 @@ sys.path.insert(0, str(ROOT))
 import flash  # noqa: E402
 from flash_ladder.bench import staircase  # noqa: E402
 
-RUNGS = ROOT / "results" / "h200" / "rungs.json"
+RUNGS = ROOT / "results" / "h100" / "rungs.json"
 COLUMNS = 110
 CONTINUED = "//          "      # as flash_ladder/registry.py reads it
 
@@ -61,7 +61,7 @@ def measured_text(data: dict, direction: str, name: str) -> str:
             last = row["d"]
         parts.append(", ".join(texts) + f" at N={N}" * (len(lengths) > 1))
     row, before, _ = found[0]
-    device = re.sub(r"^NVIDIA | \(.*", "", data["device"])
+    device = re.sub(r"^NVIDIA |( 80GB HBM3)? \(.*", "", data["device"])
     beside = f" beside {before['name']} in {before['dtype']}" * (before["dtype"] != row["dtype"])
     n = f", N={lengths[0]}" * (len(lengths) == 1)
     return f"{'; '.join(parts)} ({device}, {row['dtype']}{beside}{n}; make readme)"

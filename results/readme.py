@@ -88,17 +88,18 @@ def diffs(direction: str) -> str:
 
 
 def speed() -> str:
-    """The ends of the branches beside the first rung and PyTorch's backends, at N = 4096."""
-    data = json.loads((RESULTS / "h200" / "rungs.json").read_text())
+    """The ends of the branches beside the first rung and PyTorch's backends, at N = 4096; fp32 causal only."""
+    data = headers.measured_rungs()
     peers_of = {"fp32": ("PyTorch efficient (3xTF32)",), "bf16": ("PyTorch flash", "PyTorch cuDNN")}
     lines = ["| | d | mask | first rung | end of branch | PyTorch |", "|---|---:|---|---:|---:|---|"]
     shapes = dict.fromkeys((row["dtype"], row["pass"], row["d"], row["causal"]) for row in data["rows"]
-                           if row["N"] == 4096 and row["d"] < 256)
+                           if row["N"] == 4096 and row["d"] < 256 and (row["causal"] or row["dtype"] != "fp32"))
     for dtype, direction, d, causal in shapes:
         rows = {row["name"]: row for row in data["rows"] if row["status"] == "ok" and row["N"] == 4096 and
                 (row["dtype"], row["pass"], row["d"], row["causal"]) == (dtype, direction, d, causal)}
         ladder = [row for row in rows.values() if row["kind"] == "stage"]
-        end = next(row for row in ladder if row["default"])
+        end = rows[max((s for s in flash.stages(direction) if s.default and not s.calls and s.name in rows),
+                       key=lambda s: s.default).name]
         peers = [f"{name.removeprefix('PyTorch ')} {rows[name]['tflops']:.0f}" for name in peers_of[dtype]
                  if name in rows]
         lines.append(f"| {report.PASSES[direction]}, {dtype} | {d} | {'causal' if causal else 'full'} | "
@@ -151,14 +152,14 @@ def beside_libraries() -> str:
 
 
 def rungs() -> str:
-    """What each rung gives on an H200: pictures and, beside what was predicted, a table; empty before it is
-    measured."""
-    if not (data := headers.measured_rungs(RESULTS / "h200" / "rungs.json")):
+    """What each rung gives: pictures and, beside what was predicted, a table; empty before it is measured."""
+    file = RESULTS / headers.RUNGS.parent.name / headers.RUNGS.name
+    if not (data := headers.measured_rungs(file)):
         return ""
     parts = []
     for direction, dtype in staircase.figures(data):
         what = f"{report.PASSES[direction]}, {dtype}"
-        parts.append(f"![TFLOP/s by rung: {what}](results/h200/rungs_{direction}_{dtype}.png)")
+        parts.append(f"![TFLOP/s by rung: {what}]({file.relative_to(RESULTS.parent).parent}/rungs_{direction}_{dtype}.png)")
     for direction in dict.fromkeys(row["pass"] for row in data["rows"]):
         lines = [f"| {report.PASSES[direction]} | after | predicted | measured |", "|---|---|---|---|"]
         for stage in flash.stages(direction):
