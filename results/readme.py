@@ -88,12 +88,13 @@ def diffs(direction: str) -> str:
 
 
 def speed() -> str:
-    """The ends of the branches beside the first rung and PyTorch's backends, at N = 4096; fp32 causal only."""
+    """The ends of branches beside the first rung and PyTorch's backends, at N = 4096; fp32 causal only."""
     data = headers.measured_rungs()
     peers_of = {"fp32": ("PyTorch efficient (3xTF32)",), "bf16": ("PyTorch flash", "PyTorch cuDNN")}
     lines = ["| | d | mask | first rung | end of branch | PyTorch |", "|---|---:|---|---:|---:|---|"]
-    shapes = dict.fromkeys((row["dtype"], row["pass"], row["d"], row["causal"]) for row in data["rows"]
-                           if row["N"] == 4096 and row["d"] < 256 and (row["causal"] or row["dtype"] != "fp32"))
+    shapes = dict.fromkeys(
+        (row["dtype"], row["pass"], row["d"], row["causal"]) for row in data["rows"]
+        if row["N"] == 4096 and row["d"] < 256 and (row["causal"] or row["dtype"] != "fp32"))
     for dtype, direction, d, causal in shapes:
         rows = {row["name"]: row for row in data["rows"] if row["status"] == "ok" and row["N"] == 4096 and
                 (row["dtype"], row["pass"], row["d"], row["causal"]) == (dtype, direction, d, causal)}
@@ -153,13 +154,13 @@ def beside_libraries() -> str:
 
 def rungs() -> str:
     """What each rung gives: pictures and, beside what was predicted, a table; empty before it is measured."""
-    file = RESULTS / headers.RUNGS.parent.name / headers.RUNGS.name
-    if not (data := headers.measured_rungs(file)):
+    folder = headers.RUNGS.parent.name
+    if not (data := headers.measured_rungs(RESULTS / folder / headers.RUNGS.name)):
         return ""
     parts = []
     for direction, dtype in staircase.figures(data):
         what = f"{report.PASSES[direction]}, {dtype}"
-        parts.append(f"![TFLOP/s by rung: {what}]({file.relative_to(RESULTS.parent).parent}/rungs_{direction}_{dtype}.png)")
+        parts.append(f"![TFLOP/s by rung: {what}](results/{folder}/rungs_{direction}_{dtype}.png)")
     for direction in dict.fromkeys(row["pass"] for row in data["rows"]):
         lines = [f"| {report.PASSES[direction]} | after | predicted | measured |", "|---|---|---|---|"]
         for stage in flash.stages(direction):

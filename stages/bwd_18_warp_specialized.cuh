@@ -37,6 +37,9 @@
 //
 // HBM traffic without caches (hbm, above): as in cp_async.
 //
+// Stays because the next rungs need consumers that nobody but consumers waits for: here they still meet in
+// each tile, and all of dQ's atomics are theirs.
+//
 // Changed from wgmma: thread 0's part of the loop is the producer's; waits and arrivals stand where the
 // block's barriers were.
 #pragma once

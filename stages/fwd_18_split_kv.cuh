@@ -47,6 +47,8 @@
 // (B=64, H=32, H_kv=8, d=128, N_k=1024: 64.5 us on an H200, with Bc = 64 77). More than 32 packed rows take
 // Br = 64, at d <= 64 Br = 128: with Br = 64 four blocks would share the registers, and spill.
 //
+// Stays because it is for decoding, which these measurements have none of: docs/measurements.md has.
+//
 // Changed from ampere_tuned: these, and the order of blocks. A mask is asked about a row's query; one that
 // differs by head is refused, as is dropout. The sink belongs to the first range. A range without a key has
 // L = -inf, and weighs nothing.

@@ -20,6 +20,9 @@
 //   warpgroup 0     S, PV softmax     S, PV softmax
 //   warpgroup 1           S, PV softmax     S, PV
 //
+// Stays because the next rungs keep the turns, as FlashAttention-3 does: alone they give nothing here, as P V
+// runs under the softmax already (overlap).
+//
 // Changed from lazy_rescale: turns.wait() before the products, turns.end() after them (common/turns.cuh).
 #pragma once
 #include "common/epilogue.cuh"

@@ -4,8 +4,8 @@
 // needs:   sm_90a
 // after:   hopper_tuned
 // takes:   dropout, sink, d_v
-// tiles:   Br=256 Bc=128; rows < 8192: Br=128 Bc=128; d > 128: Br=256 Bc=80; d > 128 and rows < 16384: Br=128
-//          Bc=80
+// tiles:   Br=256 Bc=128; d > 64 and rows < 8192: Br=128 Bc=128; d > 128: Br=256 Bc=80;
+//          d > 128 and rows < 16384: Br=128 Bc=80
 // limits:  Br % 128 == 0; Br <= 384; Bc % 16 == 0; Bc <= 128
 // shared:  2 * ((3 if d <= 128 and Br * ((d + 63) // 64) <= 512 else 1) * (Br // 2) + 4 * Bc)
 //          * ((d + 63) // 64 * 64) + 128
@@ -36,8 +36,11 @@
 //   - No block may begin before the other's mbarriers are there, nor end while it may still arrive at them:
 //     cluster_sync() at both ends.
 //
+// Stays because the next rung brings the ticket back: alone, unequal tiles cost more than multicast gains.
+//
 // Changed from hopper_tuned: this. With d <= 128 P V of a tile's last step is done under the first product of
-// the next one: there a warpgroup passes one tile at most, as before.
+// the next one: there a warpgroup passes one tile at most, as before. (At d=64, causal, with other tiles than
+// 256 x 128 ptxas serialises the products.)
 //
 // HBM traffic without caches (hbm, above): as in flash2, by tiles of 2 Br rows.
 #pragma once
