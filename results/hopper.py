@@ -103,6 +103,13 @@ def of_stages(direction: str, asked: list[str]) -> dict[str, tuple[flash.Stage, 
     return found
 
 
+def taken(shape: Shape, device: torch.device) -> str:
+    """The stage that a call takes."""
+    sizes = {"B": shape.B, "H": shape.H, "H_kv": shape.H_kv, "N_q": shape.N, "N_k": shape.N, "d": shape.d}
+    return flash.find_stage(None, flash.DTYPES[shape.dtype], device, shape.direction, d=shape.d,
+                            sizes=sizes).name
+
+
 def masked(shape: Shape) -> dict:
     """The mask, as attention() takes it."""
     return {"mask": flash.masks.window(shape.window - 1, 0)} if shape.window else {"causal": shape.causal}
@@ -251,12 +258,12 @@ def jobs(shape: Shape, stages: dict) -> Iterator[ahead.Job]:
         yield ahead.job(stage, flash.DTYPES[shape.dtype], shape.d, shape.causal, chosen, device)
 
 
-def run(chosen: list[Shape], stages: dict[tuple[str, int], dict], fa3, file: Path | None, data: dict,
+def run(chosen: list[Shape], stages: dict[Shape, dict], fa3, file: Path | None, data: dict,
         device: str = "cuda") -> None:
     """Measure all, shape by shape, into `data` and the file, if there is one; say what was found."""
     begun = time.perf_counter()
     for number, shape in enumerate(chosen, 1):
-        rows = measured(shape, stages[shape.direction, shape.d], fa3, device)
+        rows = measured(shape, stages[shape], fa3, device)
         data["rows"] += rows
         if file:
             ratios.write(data, file)
@@ -302,10 +309,9 @@ def main(argv: list[str] | None = None) -> None:
     chosen = list(shapes(lists["cases"], lists["directions"], lists["dtypes"],
                          [int(d) for d in lists["dims"]]))
     device = torch.device("cuda", torch.cuda.current_device())
-    stages = {(direction, d): of_stages(direction, args.stages.split(",") if args.stages else [
-        flash.find_stage(None, torch.bfloat16, device, direction, d=d, sizes=ahead.large_call(d)).name])
-        for direction in lists["directions"] for d in map(int, lists["dims"])}
-    builds = {str(job): job for shape in chosen for job in jobs(shape, stages[shape.direction, shape.d])}
+    asked = args.stages.split(",") if args.stages else None
+    stages = {shape: of_stages(shape.direction, asked or [taken(shape, device)]) for shape in chosen}
+    builds = {str(job): job for shape in chosen for job in jobs(shape, stages[shape])}
     ahead.build_all(builds.values())
     file = None if args.stages else args.folder / "hopper.json"
     data = {"device": flash.describe_device(device), "date": time.strftime("%Y-%m-%d"), "rows": []}

@@ -3,7 +3,7 @@
 // types:   fp16, bf16
 // needs:   sm_90a
 // after:   multicast
-// default: sm_90a if d > 128
+// default: sm_90a if d > 128 and B * H * N_q >= 65536 and (H == H_kv or N_k > 8192)
 // takes:   dropout, sink, d_v
 // tiles:   Br=256 Bc=128; d > 64 and rows < 8192: Br=128 Bc=128; d > 128: Br=256 Bc=80;
 //          d > 128 and rows < 16384: Br=128 Bc=80
@@ -24,7 +24,8 @@
 // registers: producers have 40, and consumers 8 less.
 //
 // In one run (H100, bf16, d=256, N = 2048 / 4096 / 16384; TFLOP/s, with FlashAttention-3's): full 755 / 799 /
-// 822 (756 / 791 / 793), causal 625 / 725 / 831 (625 / 720 / 813). At d=128 it is slower than hopper_tuned.
+// 822 (756 / 791 / 793), causal 625 / 725 / 831 (625 / 720 / 813). Small shapes, grouped heads with few keys
+// and d=128 are hopper_tuned's: there it is the faster one.
 //
 // Changed from multicast: this.
 #pragma once

@@ -954,7 +954,7 @@ def test_hopper_compares_with_what_runs(capsys, tmp_path):
     shape = hopper.Shape("large", "fwd", "bf16", 16, 1, 2, 1, 40, True)
     stages = hopper.of_stages("fwd", ["mma:Br=32:Bc=16", "exp2"])
     data, file = {"device": "one", "date": "2030-01-02", "rows": []}, tmp_path / "hopper.json"
-    hopper.run([shape], {("fwd", 16): stages}, FlashAttention3(), file, data, "cpu")
+    hopper.run([shape], {shape: stages}, FlashAttention3(), file, data, "cpu")
     rows = {row["name"]: row for row in json.loads(file.read_text())["rows"]}
     assert list(rows) == ["mma:Br=32:Bc=16", "exp2", "fa2", "cudnn", "fa3"]
     assert all(0 < rows[name]["difference"] < 0.01 and rows[name]["ms"] > 0 for name in stages)
