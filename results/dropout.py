@@ -78,7 +78,8 @@ def table(data: dict) -> str:
         lines.append(f"| {dtype}, {d} | {'causal' if causal else 'none'} | {' | '.join(cells)} |")
     heads = "; ".join(f"{dtype}: B={B}, H={', '.join(map(str, H.values()))}"
                       for dtype, (B, H) in SHAPES.items())
-    origin = (f"Time with dropout_p = {data['p']} over the time without it, N={data['N']}, {heads}. "
+    stages = ", ".join(dict.fromkeys(row["stage"] for row in data["rows"]))
+    origin = (f"Time of {stages} with dropout_p = {data['p']} over that without it, N={data['N']}, {heads}. "
               f"{data['device']}, {data['date']}, by `python results/dropout.py`. PyTorch: FlashAttention-2 "
               "in 16 bits, its efficient backend in fp32.")
     return "\n".join([*lines, "", origin])

@@ -8,6 +8,7 @@ import json
 import re
 import sys
 import textwrap
+from collections.abc import Callable
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -353,16 +354,22 @@ def long() -> str:
                       f"Measured on {' and '.join(sorted(dates))} by `python bench.py --pass all`."])
 
 
+def of_each_gpu(name: str, table: Callable[[dict], str]) -> str:
+    """A table of name.json of each GPU that has one, the latest first."""
+    def date(data: dict) -> str:
+        return max(data["date"].values()) if isinstance(data["date"], dict) else data["date"]
+    found = [json.loads(file.read_text()) for file in RESULTS.glob(f"*/{name}.json")]
+    return "\n\n".join(map(table, sorted(found, key=date, reverse=True)))
+
+
 def measured_masks() -> str:
-    """Masks beside PyTorch's, on each GPU that they were measured on, the latest first."""
-    files = sorted(RESULTS.glob("*/masks.json"), reverse=True)
-    return "\n\n".join(masks.table(json.loads(file.read_text())) for file in files)
+    """Masks beside PyTorch's."""
+    return of_each_gpu("masks", masks.table)
 
 
 def measured_dropout() -> str:
-    """What dropout costs on an H200; empty before it is measured."""
-    file = RESULTS / "h200" / "dropout.json"
-    return dropout.table(json.loads(file.read_text())) if file.exists() else ""
+    """What dropout costs."""
+    return of_each_gpu("dropout", dropout.table)
 
 
 def measured_varlen() -> str:
@@ -372,9 +379,8 @@ def measured_varlen() -> str:
 
 
 def measured_decode() -> str:
-    """Decode steps on an H200; empty before they are measured."""
-    file = RESULTS / "h200" / "decode.json"
-    return decode.table(json.loads(file.read_text())) if file.exists() else ""
+    """Decode steps."""
+    return of_each_gpu("decode", decode.table)
 
 
 def measured_models() -> str:
