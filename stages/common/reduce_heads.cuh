@@ -6,8 +6,8 @@
 #include "launch.cuh"
 
 // dKV_parts: dK, then dV, each (B, H, N_k, d). Sums over the query heads of a key head, in their order. It
-// may start early, beside convert_dQ_kernel, which has waited for the kernel that makes the parts. That one
-// may still run, so it is waited for at the end: who comes next finds all of it done.
+// may start early, beside convert_dQ_kernel, which has waited for the kernel that makes the parts. As
+// convert_dQ_kernel may still run, it is waited for at the end: who comes next finds all of it done.
 __global__ void __launch_bounds__(256) reduce_heads_kernel(BwdParams p, const float* dKV_parts) {
   const int blocks = ceil_div(all_rows_of_K(p), block_rows), bh = blockIdx.x / blocks;
   const int b = bh / p.H_kv, h_kv = bh % p.H_kv, group = p.H / p.H_kv;
