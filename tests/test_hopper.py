@@ -19,7 +19,6 @@ from test_simulator import call as call_other
 from test_tensor import check_product, joined, name_of, random_numbers
 
 import flash
-from flash_ladder.grid import MULTICAST
 from flash_ladder.simulator import resolve_addresses
 from tutorials.exercises.exercise import inlined
 
@@ -500,9 +499,10 @@ def test_what_a_warpgroup_of_a_cluster_leaves_out(device, d, tmp_path):
         on_the_diagonal(wrong, device, OF_TWO_BLOCKS, d)
 
 
-@pytest.mark.parametrize("stage", MULTICAST)
-@pytest.mark.parametrize("d, Br, Bc, causal", [(256, 256, 80, False), (256, 256, 80, True),
-                                               (128, 256, 128, True), (64, 384, 128, False)])
+@pytest.mark.parametrize("stage, d, Br, Bc, causal", [
+    ("multicast", 256, 256, 80, True), ("multicast", 64, 384, 128, False),
+    ("multicast_tuned", 256, 256, 80, False), ("multicast_tuned", 256, 256, 80, True),
+    ("multicast_tuned", 128, 256, 128, True)])
 def test_two_blocks_share_tiles_of_K_and_V(device, schedule, stage, d, Br, Bc, causal):
     """Several rounds; of the last cluster a block has few rows, or none."""
     q, k, v = random_qkv(1, 2, 1, Br + 44, 330, d, device, torch.bfloat16)
