@@ -24,7 +24,8 @@ SIZES = [1 << power for power in range(0, 48)]
 
 def large_call(d: int) -> dict[str, int]:
     """Of a call in training, all that a stage's `default` may ask."""
-    return {"B": SIZES[-1], "H": 1, "H_kv": 1, "N_q": SIZES[-1], "N_k": SIZES[-1], "d": d}
+    return {"B": SIZES[-1], "H": 1, "H_kv": 1, "N_q": SIZES[-1], "N_k": SIZES[-1], "d": d,
+            "gradients": 1}
 
 
 Job = tuple  # the arguments of build()

@@ -55,11 +55,11 @@ class Keys(NamedTuple):
         return self.cache.N_k(self.k) if self.cache else self.k.shape[2]
 
     def sizes(self, q: torch.Tensor) -> dict[str, int] | None:
-        """Those of Stage.is_for(), if they are known, and nobody needs gradients."""
+        """Those of Stage.is_for(), if they are known."""
         B, H, N_q, d = q.shape
-        sizes = {"B": B, "H": H, "H_kv": self.k.shape[1], "N_q": N_q, "N_k": self.rows, "d": d}
-        known = self.alone and all(isinstance(size, int) for size in sizes.values())
-        return sizes if known else None
+        sizes = {"B": B, "H": H, "H_kv": self.k.shape[1], "N_q": N_q, "N_k": self.rows, "d": d,
+                 "gradients": int(not self.alone)}
+        return sizes if all(isinstance(size, int) for size in sizes.values()) else None
 
 
 def choose(stage, q: torch.Tensor, direction: str = "fwd", deterministic: bool | None = False,

@@ -189,8 +189,7 @@ def why_this(stage: Stage, asked: str | Path | Stage | None, dtype: torch.dtype,
     ladder = stages(stage.direction)
     first = next(s for s in _by_preference(ladder, device, dtype, sizes, needs) if s.is_for(sizes))
     if stage == first:
-        by = "calls" if stage.direction == "bwd" else "calls without gradients"
-        calls = f" by {by} of {stage.calls}" * bool(stage.calls)
+        calls = f" by calls of {stage.calls}" * bool(stage.calls)
         return (f"the end of its branch, which is taken {_where(stage)}{calls}"
                 f"{_elsewhere(ladder, device, dtype) * (not stage.calls)}")
     wanted = torch.are_deterministic_algorithms_enabled() if deterministic is None else deterministic

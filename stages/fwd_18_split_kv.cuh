@@ -3,7 +3,7 @@
 // types:   fp16, bf16
 // needs:   sm_80
 // after:   ampere_tuned
-// default: sm_80 if N_q <= 16 and N_k >= 512
+// default: sm_80 if N_q <= 16 and N_k >= 512 and not gradients
 // takes:   sink, d_v, kv_cache
 // refuses: masks by head
 // tiles:   Br=32 Bc=64; rows >= 400 * packed and 64 < d <= 128: Br=32 Bc=32;

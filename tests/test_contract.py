@@ -332,7 +332,7 @@ def gpu(monkeypatch, capability, shared_memory=227 * 1024) -> torch.device:
     return torch.device("cuda")
 
 
-DECODING = {"B": 1, "H": 8, "H_kv": 2, "N_q": 1, "N_k": 600, "d": 64}
+DECODING = {"B": 1, "H": 8, "H_kv": 2, "N_q": 1, "N_k": 600, "d": 64, "gradients": 0}
 PROMPT = DECODING | {"N_q": 600}
 NAMES = "the end of its branch, which is taken "
 ELSEWHERE = "from sm_80 on; hopper_tuned is taken on sm_90a, and {} is sm_"
@@ -346,9 +346,10 @@ ELSEWHERE = "from sm_80 on; hopper_tuned is taken on sm_90a, and {} is sm_"
     ((9, 0), PROMPT, ("sink", "kv_cache"), "ampere_tuned",
      "the nearest relative of hopper_tuned, which takes no kv_cache"),
     ((9, 0), DECODING, ("sink", "kv_cache"), "split_kv",
-     NAMES + "from sm_80 on by calls without gradients of N_q <= 16 and N_k >= 512"),
+     NAMES + "from sm_80 on by calls of N_q <= 16 and N_k >= 512 and not gradients"),
     ((9, 0), DECODING, (), "split_kv",
-     NAMES + "from sm_80 on by calls without gradients of N_q <= 16 and N_k >= 512"),
+     NAMES + "from sm_80 on by calls of N_q <= 16 and N_k >= 512 and not gradients"),
+    ((9, 0), DECODING | {"gradients": 1}, (), "hopper_tuned", NAMES + "on sm_90a"),
     ((9, 0), DECODING, ("dropout",), "hopper_tuned", NAMES + "on sm_90a"),
     ((9, 0), DECODING, ("masks by head",), "hopper_tuned", NAMES + "on sm_90a"),
     ((8, 6), PROMPT, (), "ampere_tuned", NAMES + ELSEWHERE.format("a GPU") + "86"),
@@ -362,6 +363,18 @@ def test_the_default_by_what_a_call_needs(monkeypatch, capability, sizes, needs,
     stage = flash.find_stage(None, torch.bfloat16, device, "fwd", None, 64, sizes, needs)
     assert stage.name == expected and not stage.lacks(needs)
     assert registry.why_this(stage, None, torch.bfloat16, device, None, 64, sizes, needs) == why
+
+
+@pytest.mark.parametrize("gradients", [0, 1])
+@pytest.mark.parametrize("B, H_kv, N, d, expected", [
+    (8, 8, 2048, 256, "multicast_tuned"), (8, 8, 2048, 136, "multicast_tuned"),
+    (8, 8, 2048, 128, "hopper_tuned"), (4, 8, 512, 256, "hopper_tuned"), (8, 2, 2048, 256, "hopper_tuned"),
+    (1, 2, 16384, 256, "multicast_tuned")])
+def test_the_default_of_the_forward_pass(monkeypatch, B, H_kv, N, d, expected, gradients):
+    """On Hopper: in large calls with d > 128 two blocks share K and V."""
+    sizes = {"B": B, "H": 8, "H_kv": H_kv, "N_q": N, "N_k": N, "d": d, "gradients": gradients}
+    stage = flash.find_stage(None, torch.bfloat16, gpu(monkeypatch, (9, 0)), d=d, sizes=sizes)
+    assert stage.name == expected
 
 
 @pytest.mark.parametrize("d, deterministic, needs, expected", [

@@ -250,11 +250,12 @@ def test_what_calls_take():
                     {"mask": M.alibi(torch.ones(8))}):
         assert chosen(**options)[0] == "ampere_tuned", options
     assert chosen(dtype=torch.float32)[0] == "fp32_tuned"
-    cpu, sizes = torch.device("cpu"), {"B": 1, "H": 8, "H_kv": 2, "N_q": 1, "N_k": 600, "d": 64}
+    cpu = torch.device("cpu")
+    sizes = {"B": 1, "H": 8, "H_kv": 2, "N_q": 1, "N_k": 600, "d": 64, "gradients": 0}
     stage = flash.find_stage("split_kv", torch.bfloat16, cpu)
     assert registry.why_this(stage, None, torch.bfloat16, cpu, None, 64, sizes) == (
-        "the end of its branch, which is taken from sm_80 on by calls without gradients of "
-        "N_q <= 16 and N_k >= 512")
+        "the end of its branch, which is taken from sm_80 on by calls of "
+        "N_q <= 16 and N_k >= 512 and not gradients")
 
 
 def test_a_call_without_a_name(device):
