@@ -28,6 +28,9 @@
 //     H_kv=1 N=1024, the kernel took 94 -> 82 us (H100); asked under the product 85, at the end 94.
 //   - Early launches (common/launch.cuh): barriers are set up before the wait for the kernel ahead.
 //
+// Of FlashAttention-3 (H100, one run, bf16, d=256, N = 2048 / 4096 / 16384): full 1.21 / 1.26 / 1.24, causal
+// 1.14 / 1.18 / 1.19.
+//
 // HBM traffic without caches (hbm, above): of half_tiles, and parts. Changed from half_tiles: these. At d=256
 // up to 80 bytes a thread are spilled with masks that read tensors or change scores.
 #pragma once

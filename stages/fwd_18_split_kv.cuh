@@ -30,9 +30,8 @@
 //     that a tile of Q sees are cut into `splits` ranges, a block each. A range's O and L go to HBM in float,
 //     and a second kernel merges them:
 //
-//         L = log(sum_s e^L_s),   O = sum_s e^(L_s - L) O_s
-//
-//     (Dao, Haziza, Massa, Sizov, "Flash-Decoding for long-context inference", 2023.)
+//         L = log(sum_s e^L_s),   O = sum_s e^(L_s - L) O_s      (Dao, Haziza, Massa, Sizov,
+//         "Flash-Decoding for long-context inference", 2023)
 //
 // How much has to be under way so that HBM is never idle, Little's law says: 4.8 TB/s times some 0.8 us are
 // 30 KB for each of an H200's 132 multiprocessors. Copies of the next tiles of K and V start before this tile
@@ -46,15 +45,12 @@
 // Tiles: where the heads alone make blocks enough, Bc = 32, as five of them then share a multiprocessor
 // (B=64, H=32, H_kv=8, d=128, N_k=1024: 64.5 us on an H200, with Bc = 64 77). More than 32 packed rows take
 // Br = 64, at d <= 64 Br = 128: with Br = 64 four blocks would share the registers, and spill.
-//
-// Stays because it is for decoding, which these measurements have none of: docs/measurements.md has.
+// Stays because it is for decoding, which `measured` knows nothing of: docs/use.md has it.
 //
 // Changed from ampere_tuned: these, and the order of blocks. A mask is asked about a row's query; one that
 // differs by head is refused, as is dropout. The sink belongs to the first range. A range without a key has
-// L = -inf, and weighs nothing.
-// HBM traffic without caches (hbm, above): K and V once for each tile of packed rows; Q once for each range;
-// O and L of each range, both ways. The step is larger than the ladder's limit: without an early merge by
-// many threads, splitting gains less.
+// L = -inf, and weighs nothing. (The step is a large one: without an early merge splitting gains less.)
+// HBM (hbm, above): K and V once for each tile of packed rows; Q, O and L once for each range.
 #pragma once
 #include "common/address.cuh"
 #include "common/copy_tile.cuh"

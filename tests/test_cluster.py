@@ -1,5 +1,6 @@
 """Clusters: blocks that reach into each other, their barrier, and copies for several of them."""
 
+import contextlib
 import ctypes
 import functools
 
@@ -63,6 +64,16 @@ def test_multicast(device, schedule, tiles):
     expected = (x.float().sum(1)[None] * weights).sum(1)
     check("multicast", {"x": x}, empty(2, 64, dtype=torch.float32, device=device), expected, tiles,
           device=device)
+
+
+@pytest.mark.parametrize("clusters, all_work", [(1, 1), (1, 6), (3, 2), (3, 50)])
+def test_tickets(device, schedule, clusters, all_work):
+    """Each piece of work is had once, by both blocks of one cluster."""
+    out = torch.zeros(2, all_work, dtype=torch.int32, device=device)
+    counter = torch.zeros(1, dtype=torch.int32, device=device)
+    with flash.inspect(counter=counter, out=out) if device == "cpu" else contextlib.nullcontext() as report:
+        assert call("draw", counter, out, clusters, all_work, device=device, checked=device == "cpu") is None
+    assert (out == 1).all() and not (report and report.findings), report
 
 
 @pytest.mark.parametrize("count", [1, 2, 5])

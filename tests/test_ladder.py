@@ -21,7 +21,7 @@ MULTIPLIERS = ("wmma", "mma", "wgmma", "consumer_roles")
 KERNELS_OF_THEIR_OWN = {"fwd": 4, "bwd": 3}   # the first stages, which share little
 FILE, KERNEL = 300, 150                     # lines with comments; lines of code
 
-# Stages that break a limit, by direction and name: why. Two at most.
+# Stages that break the limit of changed lines, by direction and name: why. Two at most.
 EXCEPTIONS: dict[tuple[str, str], str] = {
     ("fwd", "ampere_tuned"): "packed sequences, which no other forward stage takes: common/sequences.cuh",
     ("fwd", "split_kv"): "a merge that divides the ranges, and starts early: common/launch.cuh"}
@@ -68,9 +68,9 @@ def too_much(stage) -> list[str]:
 def test_limits(stage):
     broken = too_much(stage)
     if of(stage) in EXCEPTIONS:
-        assert broken, f"{stage} keeps the limits: take it off the list"
-    else:
-        assert not broken, f"{stage}: {'; '.join(broken)}\n\n{table()}"
+        assert broken and "changed lines" in broken[0], f"{stage} keeps the limit: take it off the list"
+        del broken[0]
+    assert not broken, f"{stage}: {'; '.join(broken)}\n\n{table()}"
 
 
 def test_table():

@@ -327,3 +327,10 @@ def test_a_library_is_hashed_once_until_it_changes(tmp_path, monkeypatch):
     assert loader._fingerprint(file) == first and read == [file]
     file.write_bytes(b"who")
     assert loader._fingerprint(file) != first and read == [file, file]
+
+
+def test_debug_information_is_lines_alone():
+    """The level comes after the format: -gdwarf-4 alone asks for all of it."""
+    for checked in (False, True):
+        flags = simulator.compile_flags(debug=False, checked=checked)
+        assert [flag for flag in flags if flag.startswith("-g")] == ["-gdwarf-4", "-g1"]

@@ -6,6 +6,7 @@
 #define ELEMENT __half
 #define HEAD_DIM 64
 #include "../../stages/common/cluster.cuh"
+#include "../../stages/common/tickets.cuh"
 #include "../../stages/common/tma.cuh"
 
 static const char* result(cudaError_t error) {
@@ -117,6 +118,25 @@ extern "C" const char* run_multicast(__half* x, float* out, int tiles) {
   if (error != cudaSuccess) return cudaGetErrorString(error);
   Config c(2, 96, 2);
   return result(cudaLaunchKernelEx(&c.config, multicast, map, out, tiles));
+}
+
+// Clusters of two blocks share `all` pieces of work: first their own number, then by ticket. Each block
+// counts what it has had.
+__global__ void draw(int* counter, int* out, int all) {
+  __shared__ uint64_t barriers[3];
+  const Tickets tickets(barriers);
+  cluster_sync();
+  const int clusters = gridDim.x / 2;
+  if (threadIdx.x == 0)
+    for (int n = 0, next = blockIdx.x / 2; next < all; n++) {
+      out[cluster_rank() * all + next] += 1;
+      next = clusters + tickets.next(n, counter);
+    }
+  cluster_sync();
+}
+extern "C" const char* run_draw(int* counter, int* out, int clusters, int all) {
+  Config c(2 * clusters, 32, 2);
+  return result(cudaLaunchKernelEx(&c.config, draw, counter, out, all));
 }
 
 // Round after round each block sends its tile to the other one, a warp a quarter of it, and adds what has
