@@ -210,11 +210,7 @@ __global__ void __launch_bounds__(threads, 1) backward_kernel(
   const int first_row = j * Bc + first_key, from_col = part * columns;
   const int b = bh / p.H, h_kv = bh % p.H / (p.H / p.H_kv);
   if (p.H > block_heads * p.H_kv) {         // parts of dK and dV
-    const int64_t numbers = (int64_t)p.N_k * d;
-    float* dK_part = dKV_parts + bh / block_heads * numbers;
-    float* dV_part = dK_part + p.B * p.H / block_heads * numbers;
-    store_part(dK_part, dK_reg, first_row, p.N_k, first_col, from_col, d);
-    store_part(dV_part, dV_reg, first_row, p.N_k, first_col, from_col, d);
+    store_parts(p, dKV_parts, bh, block_heads, dK_reg, dV_reg, first_row, first_col, from_col);
   } else {
     auto store = [&](const Tensor& out, float (&acc)[columns / 8][4]) {  // line 18
       for_each_pair(acc, [&](uint32_t packed, int r, int c) {

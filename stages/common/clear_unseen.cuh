@@ -1,5 +1,5 @@
 // Zeros for what nobody sees, of a transposed accumulator, in tiles that the mask cuts. Introduced by:
-// backward stage 27, hopper_tuned.
+// backward stage 28, hopper_tuned.
 #pragma once
 #include "mask.cuh"
 #include "warpgroup_products.cuh"

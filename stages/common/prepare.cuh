@@ -3,6 +3,7 @@
 #include "exp2.cuh"
 #include "mma.cuh"
 #include "sequences.cuh"
+#include "warp.cuh"
 
 // A thread has 8 columns of a row: 16 bytes. So many threads have a row together, and a block so many rows:
 constexpr int row_threads = HEAD_DIM <= 64 ? 8 : HEAD_DIM <= 128 ? 16 : 32, block_rows = 256 / row_threads;
@@ -14,6 +15,7 @@ struct Workspace {
   float* L;                // (B, H, N_q), to the base 2; of rows past the end +infinity: their P is 0
   float* D;                // (B, H, N_q)
   float times_L = 1.f, times_D = 1.f;      // factors of what is written there
+  int *ticket = nullptr, first_ticket = 0;      // of blocks that draw tickets for their tiles (items.cuh)
 };
 
 __host__ __device__ inline int padded(int N_q) { return ceil_div(N_q, BLOCK_R) * BLOCK_R; }
@@ -27,6 +29,7 @@ __global__ void __launch_bounds__(256) prepare_kernel(BwdParams p, Workspace to,
   const int64_t padded_row = (int64_t)bh * N + row, all_rows = (int64_t)p.B * p.H * N;
   enter_sequence_of_row(p, row);
   start_next_kernel();
+  if (to.ticket && blockIdx.x + threadIdx.x == 0) *to.ticket = to.first_ticket;
 
   float sum = 0.f;
   if (row < p.N_q && col < d_v) {
@@ -37,12 +40,10 @@ __global__ void __launch_bounds__(256) prepare_kernel(BwdParams p, Workspace to,
         *reinterpret_cast<const uint4*>(p.dO.head(b, h) + row * p.dO.stride_n + col);
     for (int e = 0; e < 8; e++) sum += float(dO[e]) * float(O[e]);       // line 4
   }
-  for (int distance = 1; distance < row_threads; distance *= 2)
-    sum += __shfl_xor_sync(0xffffffff, sum, distance);
-  for (int copy = 0; copy < dQ_copies && col < HEAD_DIM; copy++) {       // line 3
-    float4* dQ = reinterpret_cast<float4*>(to.dQ_accum + (copy * all_rows + padded_row) * HEAD_DIM + col);
-    for (int e = 0; e < 2; e++) dQ[e] = make_float4(0.f, 0.f, 0.f, 0.f);
-  }
+  sum = warp_sum(sum, row_threads);
+  for (int copy = 0; copy < dQ_copies && col < HEAD_DIM; copy++)         // line 3
+    for (int e = 0; e < 2; e++)
+      reinterpret_cast<float4*>(to.dQ_accum + (copy * all_rows + padded_row) * HEAD_DIM + col)[e] = float4{};
   if (col > 0) return;
   const bool inside = row < p.N_q;
   const float L_row = inside ? p.L[(int64_t)bh * all_rows_of_L(p) + row] : INFINITY;

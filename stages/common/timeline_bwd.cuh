@@ -11,6 +11,7 @@
 #include "ring_rows.cuh"
 #include "seed.cuh"
 #include "store_halves.cuh"
+#include "store_staged.cuh"
 #include "strips.cuh"
 #include "warpgroup_products.cuh"
 #include "timeline.cuh"
@@ -121,6 +122,25 @@ __device__ __forceinline__ void store_part(float* part, const float (&acc)[n_til
   mark(STORE, END, line, 16 * n_tiles);
 }
 
+template <class Accumulator>
+__device__ __forceinline__ void store_parts(const BwdParams& p, float* dKV_parts, int bh, int block_heads,
+                                            const Accumulator& dK, const Accumulator& dV, int first_row,
+                                            int first_col, int from_col, int line = __builtin_LINE()) {
+  mark(STORE, BEGIN, line, 2 * sizeof(dK));
+  ::store_parts(p, dKV_parts, bh, block_heads, dK, dV, first_row, first_col, from_col);
+  mark(STORE, END, line, 2 * sizeof(dK));
+}
+
+template <int room, int n_tiles>
+__device__ __forceinline__ void store_staged(const CUtensorMap& map, ELEMENT* staging,
+                                             float (&acc)[n_tiles][4], float scale, int row,
+                                             const Handed& work, int first_col, int from_col,
+                                             int line = __builtin_LINE()) {
+  mark(STORE, BEGIN, line, 8 * n_tiles);
+  ::store_staged<room>(map, staging, acc, scale, row, work, first_col, from_col);
+  mark(STORE, END, line, 8 * n_tiles);
+}
+
 template <class Fragments>
 __device__ __forceinline__ void hand_over(uint4* to, const Fragments& A, int line = __builtin_LINE()) {
   mark(ELEMENTS, BEGIN, line, sizeof(A));
@@ -213,6 +233,8 @@ template <int groups_left> __device__ __forceinline__ void bulk_wait() {
 #define seed timeline::seed
 #define clear_unseen timeline::clear_unseen
 #define store_part timeline::store_part
+#define store_parts timeline::store_parts
+#define store_staged timeline::store_staged
 #define multiply timeline::multiply
 #define wgmma_dQ timeline::wgmma_dQ
 #define wgmma_dQ_registers timeline::wgmma_dQ_registers

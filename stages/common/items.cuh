@@ -1,0 +1,51 @@
+// Work of blocks that take one tile of K and V after the other. Introduced by: backward stage 27, persistent.
+#pragma once
+#include "gradients.cuh"
+#include "launch.cuh"
+#include "mask.cuh"
+#include "order.cuh"
+
+// An item is a tile of K and V and block_heads query heads that read it. Masked, the tiles that most rows see
+// come first, of as many heads as L2 holds Q, dO and sums of dQ of. A block takes the item of its own number,
+// and draws a ticket for the next one. In a deterministic launch there are as many blocks as items.
+struct Items {
+  int first_tile, tiles, block_heads, heads;     // heads: those of dispatch_order(), groups of block_heads
+  int heads_together;
+
+  Items(const BwdParams& p, int first_tile, int tiles, int block_heads)
+      : first_tile(first_tile), tiles(tiles), block_heads(block_heads), heads(p.B * p.H / block_heads),
+        heads_together(CAUSAL || !Mask::all_keys ? heads_with_sums_in_L2(heads, p.N_q) : 1) {}
+
+  int blocks() const { return DETERMINISTIC ? tiles * heads : min(tiles * heads, multiprocessors()); }
+
+  // Of an item; if it is 1 the compiler knows
+  __device__ __forceinline__ int query_heads() const { return DETERMINISTIC ? 1 : block_heads; }
+
+  // The n-th, as the producer hands it over: bh is its first query head, h the head of K and V
+  __device__ __forceinline__ Handed nth(const BwdParams& p, int n) const {
+    if (n >= tiles * heads) return {{-1}};
+    const Work work = dispatch_order(tiles, heads, heads_together, n);
+    const int bh = work.bh * query_heads();
+    return {{first_tile + work.tile, bh}, bh / p.H, bh % p.H / (p.H / p.H_kv)};
+  }
+};
+
+__device__ __forceinline__ int next_item(int* ticket) {
+  return DETERMINISTIC ? INT_MAX : atomicAdd(ticket, 1);
+}
+
+// What all lanes read there, after which one of them may give the place back. (The shuffles tell the compiler
+// that it is the same in all of them.)
+__device__ __forceinline__ Handed of_lane_0(const Handed* handed) {
+  const Handed work = *handed;
+  __syncwarp();
+  return {{of_lane_0(work.tile), of_lane_0(work.bh)}, of_lane_0(work.b), of_lane_0(work.h)};
+}
+
+// As many query heads of a key head as leave six items for each multiprocessor; and a divisor of all
+inline int heads_of_a_block(const BwdParams& p) {
+  const int group = p.H / p.H_kv, items = p.B * p.H * ceil_div(p.N_k, BLOCK_C);   // of one head
+  int heads = max(1, min(group, DETERMINISTIC ? 1 : items / (6 * multiprocessors())));
+  while (group % heads) heads--;
+  return heads;
+}
