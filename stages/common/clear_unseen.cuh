@@ -1,5 +1,5 @@
 // Zeros for what nobody sees, of a transposed accumulator, in tiles that the mask cuts. Introduced by:
-// backward stage 28, hopper_tuned.
+// backward stage 28, whole_tiles.
 #pragma once
 #include "mask.cuh"
 #include "warpgroup_products.cuh"
@@ -33,4 +33,14 @@ __device__ __forceinline__ void clear_unseen(float (&P_reg)[n_tiles][4], const M
       if (!(Mask::is_range ? mask.sees(first_row + col, first_key + r, side) : seen >> e++ & 1)) P = 0.f;
     });
   }
+}
+
+// step(t, cut) for each tile of Q that sees something of tile j; n counts them. Tiles that the mask cuts, then
+// whole ones, then cut ones again: so whole tiles have a loop of their own, in which nothing asks the mask.
+template <class Tiles, class Step>
+__device__ __forceinline__ void for_each_tile(const Mask& mask, const Tiles& tiles, int j, int& n, Step step) {
+  int t = tiles.first;
+  for (; t < tiles.end && mask.cuts(tiles, t, j); t++, n++) step(t, true);
+  for (; t < tiles.end && !mask.cuts(tiles, t, j); t++, n++) step(t, false);
+  for (; t < tiles.end; t++, n++) step(t, true);
 }

@@ -1,4 +1,4 @@
-// Two accumulators of neighbouring columns leave by the copy engine. Introduced by: backward stage 29,
+// Two accumulators of neighbouring columns leave by the copy engine. Introduced by: backward stage 30,
 // exchanged_tuned.
 #pragma once
 #include "store_panels.cuh"

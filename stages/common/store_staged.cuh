@@ -1,4 +1,4 @@
-// Gradients leave by the copy engine, through little room. Introduced by: backward stage 28, hopper_tuned.
+// Gradients leave by the copy engine, through little room. Introduced by: backward stage 29, hopper_tuned.
 #pragma once
 #include "order.cuh"
 #include "store_panels.cuh"

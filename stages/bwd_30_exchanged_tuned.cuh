@@ -1,4 +1,4 @@
-// Backward stage 29: exchanged_tuned
+// Backward stage 30: exchanged_tuned
 // idea:    what is left: TMA stores, a cluster for each query head, order of blocks, early launches
 // types:   fp16, bf16
 // needs:   sm_90a
