@@ -22,7 +22,8 @@ SPILLS = {("bwd", "recompute", 64), ("fwd", "wide_warps", 64),
           ("bwd", "transposed", 128), ("bwd", "transposed", 256),
           ("bwd", "split_warps", 128), ("bwd", "ampere_tuned", 128), ("bwd", "ampere_tuned", 256),
           ("bwd", "tma", 256),
-          ("bwd", "exchanged_ds", 256), ("bwd", "persistent", 256), ("bwd", "hopper_tuned", 256)}
+          ("bwd", "exchanged_ds", 256), ("bwd", "persistent", 256), ("bwd", "whole_tiles", 256),
+          ("bwd", "hopper_tuned", 256)}
 ALSO_ON = {("bwd", "recompute", 64): ("sm_75", "sm_80", "sm_90a")}
 NOT_IF_DETERMINISTIC = {("bwd", "ampere_tuned", 128)}
 SHARED_MEMORY = {"sm_75": 64 * 1024, "sm_80": 163 * 1024, "sm_90a": 227 * 1024}     # of a block
