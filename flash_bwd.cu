@@ -71,8 +71,10 @@
 //                                        there while dV reads this tile
 //   stages/bwd_26_whole_group.cuh        (after dq_by_turns) as many query heads of a key head in a block as
 //                                        leave blocks enough; dK, dV in parts if not all
-//   stages/bwd_27_hopper_tuned.cuh       what is left: order of blocks, early launches, TMA stores
-//   stages/bwd_28_exchanged_tuned.cuh    (after half_tiles) what is left: TMA stores, a cluster for each
+//   stages/bwd_27_persistent.cuh         as many blocks as multiprocessors; the next tile's K, V, Q, dO come
+//                                        while dK, dV are stored
+//   stages/bwd_28_hopper_tuned.cuh       what is left: early launches, TMA stores, fewer looks at the mask
+//   stages/bwd_29_exchanged_tuned.cuh    (after half_tiles) what is left: TMA stores, a cluster for each
 //                                        query head, order of blocks, early launches
 // The lines at a stage's start, and the two functions that it defines, are those of a forward stage.
 #include <cuda_runtime.h>

@@ -191,7 +191,7 @@ __global__ void __launch_bounds__(threads, 1) backward_kernel(
         wgmma_PV(dV_reg, DROPOUT ? kept_frag : P_frag, dO_columns + buffer);  // line 12: + P_ij^T dO_i
         wgmma_wait<1>();                    // dP^T is there, dV goes on
 
-        if (DROPOUT) drop_dP(dP_reg, S_reg, P_frag, mask, i * Br, j * Bc + first_key, dropout_scale(p), D_i);
+        if (DROPOUT) drop_dP(dP_reg, S_reg, P_frag, i * Br, j * Bc + first_key, mask, dropout_scale(p), D_i);
         for_both(S_reg, dP_reg, [&](float P, float& dP, int r, int col) { // line 14: dS_ij
           dP = P * dP;
           mask.keep_gradient(dP, i * Br + col, j * Bc + first_key + r);

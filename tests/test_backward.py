@@ -156,7 +156,7 @@ def test_many_heads(kernel):
     check_gradients(run(kernel, q, k, v, do), q, k, v, do)
 
 
-@pytest.mark.parametrize("stage", ["whole_group", "hopper_tuned"])
+@pytest.mark.parametrize("stage", ["whole_group", "persistent", "hopper_tuned"])
 @pytest.mark.parametrize("mask", ["bottom", None])
 @pytest.mark.parametrize("H, H_kv, d, B, on_gpu",
                          [(6, 2, 64, 9, 400), (3, 1, 128, 9, 400), (8, 1, 64, 3, 132)])
@@ -167,6 +167,37 @@ def test_blocks_with_several_query_heads(H, H_kv, d, B, on_gpu, mask, stage, dev
     do, dlse = random_gradients(q)
     options = diagonal_of(mask, q, k), None, dlse
     check_gradients(run((stage, False), q, k, v, do, *options), q, k, v, do, *options)
+
+
+@pytest.mark.parametrize("stage", ["persistent", "hopper_tuned"])
+@pytest.mark.parametrize("H, H_kv, N_q, N_k, d, diagonal", [
+    (2, 2, 70, 520, 64, 0),        # a tile of keys that some rows see, then four that none sees
+    (4, 1, 140, 300, 128, 100),    # blocks of one query head, which write parts
+    (2, 1, 150, 210, 40, None),
+    (1, 1, 130, 210, 192, 60)])
+def test_a_block_takes_one_tile_of_keys_after_the_other(H, H_kv, N_q, N_k, d, diagonal, stage, device,
+                                                        schedule):
+    """More of them than blocks, in every order in which these may ask for the next one."""
+    q, k, v = random_qkv(1 if device == "cpu" else 200, H, H_kv, N_q, N_k, d, device, torch.bfloat16)
+    do, dlse = random_gradients(q)
+    gradients = run((stage, False), q, k, v, do, diagonal, None, dlse)
+    check_gradients(gradients, q, k, v, do, diagonal, None, dlse)
+    if diagonal == 0:
+        assert all((x[:, :, N_q:] == 0).all() for x in gradients[1:])
+
+
+@pytest.mark.parametrize("stage", ["persistent", "hopper_tuned"])
+def test_dk_and_dv_have_the_same_bits_each_time(stage, device, monkeypatch):
+    """Whichever block makes them. In dQ blocks add in any order."""
+    B, N, repeats = (20, 700, 50) if device == "cuda" else (1, 200, 4)
+    q, k, v = random_qkv(B, 6, 3, N, N, 64, device, torch.bfloat16)
+    do, _ = random_gradients(q)
+    found = []
+    for seed in range(repeats):
+        monkeypatch.setenv("FLASH_SIM_COPIES", "random")
+        monkeypatch.setenv("FLASH_SIM_SEED", str(seed))
+        found.append(run((stage, False), q, k, v, do, 0)[1:])
+    assert all(torch.equal(x, y) for dK_and_dV in found for x, y in zip(dK_and_dV, found[0], strict=True))
 
 
 @most_kernels_and_types

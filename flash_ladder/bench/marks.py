@@ -36,7 +36,7 @@ CALLS = {"wait": r"[\w.]*\b(?:wait_until_full|pass|mbarrier_wait)\b",
          "empty": r"\w+\.(?:fill|wait_until_empty)\b", "copy": r"\w+\.fill\b|\bmbarrier_arrive_expect\b",
          "turn": r"\w+\.wait\b", "product": r"\bwgmma_(?:QK|PV)\b", "finish": r"\bwgmma_wait\b",
          "maximum": r"\bmaximum_step\b", "exponential": r"\bexponentials\b", "softmax": r"\bsoftmax_step\b",
-         "store": r"\bstore_(?:rows|panels|part)\b"}
+         "store": r"\bstore_(?:rows|panels|parts?|staged)\b"}
 BACKWARD = {"empty": CALLS["empty"] + r"|\bfill\(\w+", "copy": CALLS["copy"] + r"|\bfill\(\w+",
             "product": r"(?<=\()\w+(?=_reg(?:_\d)?\b)", "meeting": r"\bnamed_barrier_(?:sync|arrive)\b"}
 ELEMENTS = (r"\b(?:for_\w+|round_to_A|store_fragments|seed|hand_over|add_fragments|clear_unseen)"

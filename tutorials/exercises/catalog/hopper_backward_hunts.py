@@ -12,10 +12,11 @@ MEET = "      named_barrier_sync(1, 32 * warps);"
 UNDER_DQ = r"^race.*dST_smem\[\d+\].*multiplies it.*writes it"
 
 # ------------------------------------------------------------------------------------ 48
-PRODUCER = "    V_smem.fill(V_map, 0, j * Bc, h_kv, b);\n    wait_for_previous_kernel();\n"
-FIRST = "    for (int t = tiles.first; t < tiles.end; t++, n++) {                 // line 9\n"
-Q_FILL = "      fill(Q_smem, Q_map, n, i * Br, h, b, L_smem, w.L + row);\n"
-D_FILL = "      fill(dO_smem, dO_map, n, i * Br, h, b, D_smem, w.D + row);\n"
+V_FILL = "      V_smem.fill(V_map, m, work.tile * Bc, work.h, work.b);\n"
+PRODUCER = V_FILL + "      if (m == 0) wait_for_previous_kernel();\n"
+FIRST = "        for (int t = tiles.first; t < tiles.end; t++, n++) {             // line 9\n"
+Q_FILL = "          fill(Q_smem, Q_map, n, i * Br, h, work.b, L_smem, w.L + row);\n"
+D_FILL = "          fill(dO_smem, dO_map, n, i * Br, h, work.b, D_smem, w.D + row);\n"
 LAUNCHED = r"^too early.*wait_for_previous_kernel\(\) must come first"
 
 EXERCISES = [
@@ -91,18 +92,19 @@ which are the same ones, so nothing is wrong.
 
 The thread that asks must have waited. K and V may be asked for before that, as they are the caller's, and
 that is what an early launch is for. The wait belongs between them and the first row of L."""),
-        broken=changes((PRODUCER, "    V_smem.fill(V_map, 0, j * Bc, h_kv, b);\n")),
+        broken=changes((PRODUCER, V_FILL)),
         mutants=(
             unmended(LAUNCHED, right_on_randn=True),
             mending("after the first rows of L", LAUNCHED,
-                    (Q_FILL, Q_FILL + "      if (t == tiles.first) wait_for_previous_kernel();\n"),
+                    (Q_FILL, Q_FILL + "          if (t == tiles.first) wait_for_previous_kernel();\n"),
                     right_on_randn=True),
             mending("after the loop", LAUNCHED,
-                    (D_FILL + "    }\n", D_FILL + "    }\n    wait_for_previous_kernel();\n"),
+                    (D_FILL + "        }\n", D_FILL + "        }\n        wait_for_previous_kernel();\n"),
                     right_on_randn=True),
             mending("from the second tile on", LAUNCHED,
-                    (Q_FILL, "      if (n > 0) wait_for_previous_kernel();\n" + Q_FILL), right_on_randn=True),
-            mending("a fence", LAUNCHED, (FIRST, "    __threadfence();\n" + FIRST), right_on_randn=True),
+                    (Q_FILL, "          if (n > 0) wait_for_previous_kernel();\n" + Q_FILL),
+                    right_on_randn=True),
+            mending("a fence", LAUNCHED, (FIRST, "        __threadfence();\n" + FIRST), right_on_randn=True),
             mending("the lanes that have no work wait", LAUNCHED,
                     ("    if (threadIdx.x > 32 * warps) return;\n",
                      "    if (threadIdx.x > 32 * warps) return wait_for_previous_kernel();\n"),
