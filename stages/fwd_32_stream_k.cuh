@@ -1,5 +1,5 @@
 // Forward stage 32: stream_k
-// idea:    the last round and a bit cut evenly by key steps: all blocks end together
+// idea:    stream-K: the last round and a bit is divided by steps of keys: all blocks end together
 // types:   fp16, bf16
 // needs:   sm_90a
 // after:   hopper_tuned
@@ -10,9 +10,30 @@
 // limits:  Br % 64 == 0; Br <= 192; Bc % 16 == 0; Bc <= 128
 // shared:  2 * ((3 if d <= 128 and Br * ((d + 63) // 64) <= 256 else 1) * Br + 4 * Bc)
 //          * ((d + 63) // 64 * 64) + 160
-// hbm:     4 * B * H * (Tr * N_k * d + N_q * (d + 1))
-// predicted: 1.03x at d=64 and d=128 full, 1.0x causal
+// workspace: O of a part of a tile for each block, in float, and flags; with a mask as hopper_tuned
+// hbm:     4 * B * H * (Tr * N_k * d + N_q * (d + 1)) + (10 * Br * d * (multiprocessors
+//          - ceil_div(multiprocessors, Tc)) if B * H * Tr > multiprocessors and B * H * Tr % multiprocessors
+//          else 0)
+// predicted: 1.03x at d=64 and d=128 full, where 16 rounds become 15.5; 1.05x at d=128 full, N=16384; 1.0x
+//          causal
 //
+// Equal tiles go in rounds: each block takes one, then each takes the next. The last round may have work for
+// few of them. With B=4, H=16, N=4096, d=128, full, there are 2048 tiles: on 132 multiprocessors 16 rounds,
+// for the work of 15.5.
+//
+//   - So the last round and the part of one are divided evenly, by steps of keys (stream-K: Osama, Merrill,
+//     Cecka, Garland, Owens, arXiv 2301.03598). Rounds before them stay whole: of a tile that is cut, Q is
+//     read twice, and O goes through HBM in float. common/stream_k.cuh draws the division. A block knows its
+//     share: it asks for no ticket.
+//   - A tile that is cut has two blocks. One does its last steps, before all else, and leaves O, divided by l
+//     as ever, and L. The other one does its first steps, after all else: so the flag that it waits for has
+//     been set long before.
+//   - Nothing is merged. As keys may come in any order, the online softmax goes on where the other block has
+//     stopped, from m = L, l = 1 and that O. (A sink is the same, with O = 0.)
+//
+// That is for masks that let all rows see all keys. With others all is as in hopper_tuned.
+//
+// Changed from hopper_tuned: this.
 #pragma once
 #include "common/both_rows.cuh"
 #include "common/drop.cuh"
@@ -39,7 +60,7 @@ constexpr int Q_buffers = seamless ? 2 : 1;                              // leav
 constexpr int tile_rows = (seamless ? 3 : 1) * Br + 4 * Bc;              // in shared memory
 constexpr int half_cols = Bc % 32 == 0 ? Bc / 2 : Bc;                    // of a tile of S
 
-// Blocks have left nothing; or, if they ask for tiles: have asked for none after their first ones.
+// Blocks have left nothing so far; or they have asked for no tile after their first ones.
 __global__ void clear_kernel(void* workspace) { *left_by(blockIdx.x, workspace) = 0.f; }
 
 // Line numbers are those of Algorithm 1.
@@ -56,7 +77,7 @@ __global__ void __launch_bounds__(threads, 1) forward_kernel(
   const Ring<2, Bc> K_smem(smem + Q_buffers * Br * pitch, barriers + 4);
   const Ring<2, Bc> V_smem(K_smem.tiles + 2 * Bc * pitch, K_smem.full + 4);
   ELEMENT* O_smem = seamless ? V_smem.tiles + 2 * Bc * pitch : smem;      // Br x d, in panels
-  Piece* handed = reinterpret_cast<Piece*>(barriers + 12);                // for each buffer of Q_i
+  Part* handed = reinterpret_cast<Part*>(barriers + 12);                  // for each buffer of Q_i
   Q_smem.init(warps);
   K_smem.init(warps);
   V_smem.init(warps);
@@ -114,14 +135,14 @@ __global__ void __launch_bounds__(threads, 1) forward_kernel(
     Q_smem.wait_until_full(n);
     return of_lane_0(handed[n % Q_buffers]);
   };
-  auto store = [&](const Piece& work) {
+  auto store = [&](const Part& work) {
     rescale(O_reg, inv_l);                                               // line 12
     if (work.first > 0) return leave(O_reg, p.workspace);
     store_panels(O_map, O_smem, O_reg, Br, 16 * warp, first_row(work), work.h, work.b);
     if (!seamless && lane == 0) bulk_wait_read<0>();
   };
   bool is_left = false;                     // P V of the last step of the tile before
-  Piece before = {}, work = wait_for_Q(0), next;
+  Part before = {}, work = wait_for_Q(0), next;
   for (unsigned n = 0, step = 0, last = 0; work.tile >= 0; n++, before = work, work = next) {    // line 3
     const int warp_row = first_row(work);
     const Mask mask(p, work.b, work.h);
@@ -203,8 +224,7 @@ __global__ void __launch_bounds__(threads, 1) forward_kernel(
 }
 
 size_t workspace_bytes(const FwdParams& p) {
-  const int tiles = p.B * p.H * ceil_div(p.N_q, Br), blocks = min(tiles, multiprocessors());
-  return sizeof(float) * (evenly ? blocks * floats_left : 1);
+  return sizeof(float) * (evenly ? min(p.B * p.H * ceil_div(p.N_q, Br), multiprocessors()) * floats_left : 1);
 }
 
 cudaError_t launch(const FwdParams& p, cudaStream_t stream) {

@@ -4,22 +4,22 @@
 #include "order.cuh"
 #include "tile16.cuh"
 
-// Do all tiles take as many steps, Tc? Then a block knows its share. Else it asks for one tile after the other.
+// Do all tiles take as many steps, Tc? Then a block knows its share. Else it asks for tile after tile.
 constexpr bool evenly = Mask::all_keys;
 
 struct Steps { int first, end; };                // some of a tile's
-struct Piece : Handed, Steps {};
+struct Part : Handed, Steps {};
 
 // The n-th that this block has to do: steps of the tile of this number, in the order of all; `all` if nothing
-// is left. Whole rounds come first in that order. What is left, more than a round, counts `rest` tiles, whose
-// steps are divided among the blocks. Of three blocks and rest = 4:
+// is left. Whole rounds come first in that order. What is left, a round or more, is `rest` tiles, whose steps
+// are divided among the blocks. Of three blocks and rest = 4:
 //
 //   tile      |      0      |      1      |      2      |      3      |
 //   block     |        2         |        1         |        0        |
 //
-// No range is shorter than a tile. So a tile has two blocks at most. The one that has its last steps does them
-// first of all, and leaves O and L. The one that has its first steps does them last of all, and starts from
-// those. The block that it waits for has a lower number: it has started, too.
+// No range is shorter than a tile. So a tile has two blocks at most. The one that has its last steps does
+// them first of all, and leaves O and L. The one that has its first steps does them last of all, and starts
+// from those. The block that it waits for has a lower number: it has started, too.
 __device__ __forceinline__ Steps share_of(int n, int all, int Tc, int& number) {
   const int blocks = gridDim.x, rounds = all / blocks - 1, rest = all - rounds * blocks;
   const bool whole = n > 0 && n <= rounds;
@@ -31,8 +31,8 @@ __device__ __forceinline__ Steps share_of(int n, int all, int Tc, int& number) {
 }
 
 // What the producer hands over, the same in all lanes
-__device__ __forceinline__ Piece of_lane_0(const Piece& handed) {
-  const Piece x = threadIdx.x % 32 == 0 ? handed : Piece{};
+__device__ __forceinline__ Part of_lane_0(const Part& handed) {
+  const Part x = threadIdx.x % 32 == 0 ? handed : Part{};
   const Steps steps = {evenly ? of_lane_0(x.first) : 0, evenly ? of_lane_0(x.end) : 0};
   return {{{of_lane_0(x.tile), of_lane_0(x.bh)}, of_lane_0(x.b), of_lane_0(x.h)}, steps};
 }
@@ -62,16 +62,17 @@ __device__ __forceinline__ void leave(float (&O)[n_tiles][4], void* workspace) {
 
 // m and l of this lane's two rows before the first step: of no key; of the sink alone; or of the steps that
 // have been left. Their L is a logit, as a sink is. Returns whether there are any.
-__device__ __forceinline__ bool start(float (&m)[2], float (&l)[2], const FwdParams& p, const Piece& work,
+__device__ __forceinline__ bool start(float (&m)[2], float (&l)[2], const FwdParams& p, const Part& work,
                                       int warp_row) {
   const bool some_are_left = evenly && work.end < ceil_div(p.N_k, BLOCK_C);
   while (some_are_left && atomicAdd(left_by(blockIdx.x - 1, p.workspace), 0.f) == 0.f) {}
   if (some_are_left) __threadfence();
-  for (int r = 0; r < 2; r++) {
-    const int row = min(warp_row + int(threadIdx.x % 32 / 4) + 8 * r, p.N_q - 1);
-    m[r] = LOG2_E * (some_are_left ? p.L[(int64_t)work.bh * p.N_q + row] : SINK ? p.sink[work.h] : -INFINITY);
+  for (int r = 0, row = warp_row + threadIdx.x % 32 / 4; r < 2; r++, row += 8) {
+    m[r] = LOG2_E * (some_are_left && row < p.N_q ? p.L[(int64_t)work.bh * p.N_q + row]
+                                                  : SINK ? p.sink[work.h] : -INFINITY);
     l[r] = (some_are_left || SINK) && threadIdx.x % 4 == 0;
   }
+  if (some_are_left) __syncwarp();          // before one lane of four stores L anew
   return some_are_left;
 }
 
