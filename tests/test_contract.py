@@ -332,7 +332,7 @@ def gpu(monkeypatch, capability, shared_memory=227 * 1024) -> torch.device:
     return torch.device("cuda")
 
 
-DECODING = {"B": 1, "H": 8, "H_kv": 2, "N_q": 1, "N_k": 600, "d": 64, "gradients": 0}
+DECODING = {"B": 1, "H": 8, "H_kv": 2, "N_q": 1, "N_k": 600, "d": 64, "gradients": 0, "masked": 0}
 PROMPT = DECODING | {"N_q": 600}
 NAMES = "the end of its branch, which is taken "
 ELSEWHERE = "from sm_80 on; hopper_tuned is taken on sm_90a, and {} is sm_"
@@ -372,7 +372,7 @@ def test_the_default_by_what_a_call_needs(monkeypatch, capability, sizes, needs,
     (1, 2, 16384, 256, "multicast_tuned")])
 def test_the_default_of_the_forward_pass(monkeypatch, B, H_kv, N, d, expected, gradients):
     """On Hopper: in large calls with d > 128 two blocks share K and V."""
-    sizes = {"B": B, "H": 8, "H_kv": H_kv, "N_q": N, "N_k": N, "d": d, "gradients": gradients}
+    sizes = {"B": B, "H": 8, "H_kv": H_kv, "N_q": N, "N_k": N, "d": d, "gradients": gradients, "masked": 0}
     stage = flash.find_stage(None, torch.bfloat16, gpu(monkeypatch, (9, 0)), d=d, sizes=sizes)
     assert stage.name == expected
 
@@ -404,6 +404,23 @@ def test_a_backward_stage_for_some_calls(monkeypatch):
         q, k, v = (x.requires_grad_() for x in torch.randn(3, 1, 1, 8, d).bfloat16())
         choice = flash.explain(q, k, v).backward
         assert choice.stage.name == expected and choice.why.startswith(NAMES + why)
+
+
+@pytest.mark.builds
+@pytest.mark.parametrize("options, expected", [
+    ({}, "wide_warps"), ({"causal": True}, "ampere_tuned"), ({"mask": flash.masks.window(3, 0)}, "ampere_tuned"),
+    ({"mask": flash.masks.softcap(1.0)}, "ampere_tuned")])
+def test_a_stage_for_calls_without_a_mask(monkeypatch, options, expected):
+    """Its `default` may ask whether there is one, forward and backward."""
+    by_direction = {direction: [replace(stage, default="sm_80", calls="not masked") if stage.name == name else stage
+                                for stage in flash.stages(direction)]
+                    for direction, name in (("fwd", "wide_warps"), ("bwd", "ordered_dq"))}
+    stages = flash.stages
+    monkeypatch.setattr(registry, "stages", lambda direction=None: by_direction.get(direction) or stages())
+    chosen = flash.explain(*(x.requires_grad_() for x in torch.randn(3, 1, 1, 8, 64).bfloat16()), **options)
+    assert chosen.forward.stage.name == expected
+    assert chosen.backward.stage.name == ("ordered_dq" if expected == "wide_warps" else expected)
+    assert ("not masked" in chosen.forward.why) == (not options)
 
 
 def test_what_no_stage_takes_is_refused_by_the_default(monkeypatch):
