@@ -11,9 +11,9 @@
 // shared:  2 * ((3 if d <= 128 and Br * ((d + 63) // 64) <= 256 else 1) * Br + 4 * Bc)
 //          * ((d + 63) // 64 * 64) + 160
 // workspace: O of a part of a tile for each block, in float, and flags; with a mask as hopper_tuned
-// hbm:     4 * B * H * (Tr * N_k * d + N_q * (d + 1)) + (10 * Br * d * (multiprocessors
-//          - ceil_div(multiprocessors, Tc)) if B * H * Tr > multiprocessors and B * H * Tr % multiprocessors
-//          else 0)
+// hbm:     4 * B * H * (Tr * N_k * d + N_q * (d + 1)) + (Br * (2 * d + 128 * ceil_div(d, 16) + 52)
+//          * (multiprocessors - ceil_div(multiprocessors, Tc))
+//          if B * H * Tr > multiprocessors and B * H * Tr % multiprocessors > 0 else 0)
 // predicted: 1.03x at d=64 and d=128 full, where 16 rounds become 15.5; 1.05x at d=128 full, N=16384; 1.0x
 //          causal
 //
@@ -32,6 +32,9 @@
 //     stopped, from m = L, l = 1 and that O. (A sink is the same, with O = 0.)
 //
 // That is for masks that let all rows see all keys. With others all is as in hopper_tuned.
+//
+// HBM traffic without caches (hbm, above): of a tile that is cut, Q comes twice, O goes to and fro in float,
+// and there are its flags, and L again. (At most: a cut may fall between two tiles.)
 //
 // Changed from hopper_tuned: this.
 #pragma once

@@ -408,12 +408,12 @@ def test_a_backward_stage_for_some_calls(monkeypatch):
 
 @pytest.mark.builds
 @pytest.mark.parametrize("options, expected", [
-    ({}, "wide_warps"), ({"causal": True}, "ampere_tuned"), ({"mask": flash.masks.window(3, 0)}, "ampere_tuned"),
-    ({"mask": flash.masks.softcap(1.0)}, "ampere_tuned")])
+    ({}, "wide_warps"), ({"causal": True}, "ampere_tuned"),
+    ({"mask": flash.masks.window(3, 0)}, "ampere_tuned"), ({"mask": flash.masks.softcap(1.0)}, "ampere_tuned")])
 def test_a_stage_for_calls_without_a_mask(monkeypatch, options, expected):
     """Its `default` may ask whether there is one, forward and backward."""
-    by_direction = {direction: [replace(stage, default="sm_80", calls="not masked") if stage.name == name else stage
-                                for stage in flash.stages(direction)]
+    by_direction = {direction: [replace(s, default="sm_80", calls="not masked") if s.name == name else s
+                                for s in flash.stages(direction)]
                     for direction, name in (("fwd", "wide_warps"), ("bwd", "ordered_dq"))}
     stages = flash.stages
     monkeypatch.setattr(registry, "stages", lambda direction=None: by_direction.get(direction) or stages())

@@ -617,6 +617,31 @@ def test_tiles_that_are_cut_between_blocks(device, schedule, d, Br, Bc, N_q, N_k
     assert not (report and report.findings), report
 
 
+@simulator_only
+@pytest.mark.parametrize("code, other", [
+    ("all.cut - steps.first", "all.cut"), ("some_are_left && row < p.N_q ?", "false ?"),
+    ("(some_are_left || SINK)", "SINK"), ("x = *(left += 2 * BLOCK_R)", "x = 0.f"),
+    ("  rescale(O, factor);", ""),
+    ("min(from + rest - start, blocks)", "min(from + rest - start + 1, blocks)"),
+    ("2 * BLOCK_R * (1 + width / 2)", "2 * BLOCK_R * (width / 2)"),
+    ("if (work.first > 0) return leave", "if (work.first > 0) leave"),
+    ("== 0.f) {}", "== 1.f) {}")])
+def test_mistakes_in_tiles_that_are_cut(device, code, other, tmp_path):
+    """Some give wrong numbers, others only work for the checker."""
+    path = next(s for s in flash.stages("fwd") if s.name == "stream_k").path
+    text = inlined(path.read_text(), "stream_k.cuh")
+    wrong = tmp_path / "wrong.cuh"
+    wrong.write_text(text.replace(code, other))
+    assert wrong.read_text() != text
+    q, k, v = random_qkv(1, 5, 1, 70, 170, 40, device, torch.bfloat16)
+    k[:, :, 0], k[:, :, -1] = 2 * q[:, :1, 0], 2 * q[:, :1, -1]
+    with pytest.raises((AssertionError, RuntimeError)):
+        with flash.inspect() as report:
+            found = flash.attention(q, k, v, stage=wrong, return_lse=True, Br=64, Bc=32)
+        check(*found, q, k, v)
+        assert not report.findings
+
+
 @pytest.mark.parametrize("d, Br, Bc, N_q, N_k", EQUAL_TILES[::2])
 def test_what_a_cut_leaves_as_it_is(device, d, Br, Bc, N_q, N_k):
     """A sink counts once, dropout drops the same elements and is scaled once, rows may see no key of a part,
