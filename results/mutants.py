@@ -118,7 +118,7 @@ def shapes_of(stage: flash.Stage) -> list[tuple]:
     more = MORE_SHAPES if stage.direction == "fwd" else MORE_BACKWARD
     if "Br % 128" in stage.limits:               # of a cluster
         more = OF_TWO_BLOCKS
-    if stage.name in STREAM_K:
+    if stage.name.endswith(STREAM_K):            # of its copy, too
         more = more + CUT_TILES
     if "(64,); Bc" in stage.limits:              # of one size
         size = 64, stage.default_tiles(128)["Bc"]

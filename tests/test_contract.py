@@ -409,7 +409,8 @@ def test_a_backward_stage_for_some_calls(monkeypatch):
 @pytest.mark.builds
 @pytest.mark.parametrize("options, expected", [
     ({}, "wide_warps"), ({"causal": True}, "ampere_tuned"),
-    ({"mask": flash.masks.window(3, 0)}, "ampere_tuned"), ({"mask": flash.masks.softcap(1.0)}, "ampere_tuned")])
+    ({"mask": flash.masks.window(3, 0)}, "ampere_tuned"),
+    ({"mask": flash.masks.softcap(1.0)}, "ampere_tuned")])
 def test_a_stage_for_calls_without_a_mask(monkeypatch, options, expected):
     """Its `default` may ask whether there is one, forward and backward."""
     by_direction = {direction: [replace(s, default="sm_80", calls="not masked") if s.name == name else s
