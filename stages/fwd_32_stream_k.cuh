@@ -35,8 +35,8 @@
 // That is for masks that let all rows see all keys. With others all is as in hopper_tuned.
 //
 // In one run (H200, bf16, N = 2048 / 4096 / 16384; TFLOP/s): d=64 513 / 524 / 530 -> 535 / 549 / 541, d=128
-// 694 / 709 / 699 -> 699 / 724 / 738, d=256 742 / 776 / 792 -> 735 / 778 / 783. With few steps to divide it is
-// slower: N = 1024, B = 8, d=128 640 -> 618; N = 512, B = 4 431 -> 350.
+// 694 / 709 / 699 -> 699 / 724 / 738, d=256 742 / 776 / 792 -> 735 / 778 / 783. With few steps to divide it
+// is slower: N = 1024, B = 8, d=128 640 -> 618; N = 512, B = 4 431 -> 350.
 //
 // HBM traffic without caches (hbm, above): of a tile that is cut, Q comes twice, O goes to and fro in float,
 // and there are its flags, and L again. (At most: a cut may fall between two tiles.)
