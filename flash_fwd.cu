@@ -85,6 +85,8 @@
 //                                        tile, for both
 //   stages/fwd_31_multicast_tuned.cuh    a ticket for the next tile of Q, from one block of the cluster to
 //                                        the other
+//   stages/fwd_32_stream_k.cuh           (after hopper_tuned) stream-K: the last round and a bit is divided
+//                                        by steps of keys: all blocks end together
 // A stage starts with lines for flash_ladder/registry.py: the stage that it grew from (after); at the end of
 // a branch, the architecture from which on calls take it (default), perhaps only some calls; what it knows
 // of dropout, sinks and the like (takes), and what it refuses that others take (refuses); tile sizes and

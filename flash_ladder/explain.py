@@ -182,7 +182,7 @@ def _choice(call: Checked, direction: str, asked, stage: Stage, tiles: dict[str,
         kernels = kernels_of(stage, macros, architecture)
     except RuntimeError as error:
         problem = str(error)
-    sizes = Keys(k, direction == "bwd" or not call.needs_gradients).sizes(q)
+    sizes = Keys(k, direction == "bwd" or not call.needs_gradients).sizes(q, call.visible)
     flops = flops_of_pair(direction, d, v.shape[3]) * B * H * visible_pairs(N_q, N_k, call.visible)
     of_mask = None
     if isinstance(call.visible, Bound) and math.prod(call.visible.extents) * N_q * N_k <= MOST_SCORES:

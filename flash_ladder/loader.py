@@ -111,10 +111,15 @@ def _precompiled_header(flags: list[str]) -> list[str]:
 
 def build_simulator() -> Path:
     flags = ["-std=c++17", "-O2", "-g1", "-fno-strict-aliasing", "-fno-semantic-interposition"]
-    name = _name("simulator", [], flags, simulator.signature(), torch.__version__)
+    name = _name("simulator", [], flags, simulator.signature())
     if not _is_built(name, f"{name}.so"):
         print("Building the simulator, once: a few seconds ...", file=sys.stderr, flush=True)
-    return _build(name, simulator.runtime_sources(), {}, cflags=flags, ldflags=["-ldl", "-pthread"])
+
+    def compile_into(library: Path) -> None:
+        with _explained(name):
+            simulator.compile_runtime(library, flags)
+
+    return _once(name, f"{name}.so", compile_into)
 
 
 def _build_for_gpu(name: str, files: list[Path], macros: dict[str, str | Path], capability: tuple) -> Path:

@@ -54,11 +54,11 @@ class Keys(NamedTuple):
         """N_k."""
         return self.cache.N_k(self.k) if self.cache else self.k.shape[2]
 
-    def sizes(self, q: torch.Tensor) -> dict[str, int] | None:
+    def sizes(self, q: torch.Tensor, visible: Visible) -> dict[str, int] | None:
         """Those of Stage.is_for(), if they are known."""
         B, H, N_q, d = q.shape
         sizes = {"B": B, "H": H, "H_kv": self.k.shape[1], "N_q": N_q, "N_k": self.rows, "d": d,
-                 "gradients": int(not self.alone)}
+                 "gradients": int(not self.alone), "masked": int(visible is not None)}
         return sizes if all(isinstance(size, int) for size in sizes.values()) else None
 
 
@@ -70,7 +70,7 @@ def choose(stage, q: torch.Tensor, direction: str = "fwd", deterministic: bool |
     B, H, N_q, d = *q.shape[:3], int(q.shape[3])
     needs = needs_of(extras, keys is not None and keys.cache is not None, by_head(visible))
     stage = find_or_convert(stage, q.dtype, q.device, direction, deterministic, d,
-                            keys.sizes(q) if keys else None, needs)
+                            keys.sizes(q, visible) if keys else None, needs)
     check_takes(stage, needs)
     chosen = {name: size for name, size in tiles.items() if size is not None}
     packed, N_k = (N_q * H // keys.k.shape[1], keys.rows) if keys else (1, 1)

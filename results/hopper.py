@@ -106,7 +106,7 @@ def of_stages(direction: str, asked: list[str]) -> dict[str, tuple[flash.Stage, 
 def taken(shape: Shape, device: torch.device) -> str:
     """The stage that a call takes."""
     sizes = {"B": shape.B, "H": shape.H, "H_kv": shape.H_kv, "N_q": shape.N, "N_k": shape.N, "d": shape.d,
-             "gradients": 0}
+             "gradients": 0, "masked": int(shape.causal or shape.window > 0)}
     return flash.find_stage(None, flash.DTYPES[shape.dtype], device, shape.direction, d=shape.d,
                             sizes=sizes).name
 

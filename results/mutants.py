@@ -43,6 +43,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "results")]
 from mutation import NUMBER, Mutant, fingerprint, mutants, schema  # noqa: E402
 
 import flash  # noqa: E402
+from flash_ladder.grid import STREAM_K  # noqa: E402
 
 EQUIVALENT, MISSED = ROOT / "tests" / "equivalent_mutants.txt", ROOT / "tests" / "missed_mutants.txt"
 SECONDS = 180                                    # for one mutant, before it counts as hanging
@@ -81,6 +82,12 @@ OF_TWO_BLOCKS = [
     (1, 1, 1, 256, 49, 40, -207, (256, 32), "a large key"),  # one more than half of the last tile
     (1, 4, 1, 256, 48, 136, -208, (256, 32), ""),    # just half of it
 ]
+# For those that cut equal tiles, as well: eight, five and seven of them, and Tc = 4, 9 and 2
+CUT_TILES = [
+    (1, 4, 2, 70, 100, 72, None, (128, 32), "a large key"),
+    (1, 5, 1, 64, 130, 136, None, (64, 16), ""),
+    (1, 7, 1, 50, 33, 40, None, (64, 32), "large"),
+]
 # For Hopper's backward stages: two warpgroups with keys of their own, one tile of Q after the other
 MORE_BACKWARD = [
     (1, 2, 1, 130, 140, 72, -20, (64, 128), ""),     # which share the columns of dQ; heads, too, share keys
@@ -111,6 +118,8 @@ def shapes_of(stage: flash.Stage) -> list[tuple]:
     more = MORE_SHAPES if stage.direction == "fwd" else MORE_BACKWARD
     if "Br % 128" in stage.limits:               # of a cluster
         more = OF_TWO_BLOCKS
+    if stage.name.endswith(STREAM_K):            # of its copy, too
+        more = more + CUT_TILES
     if "(64,); Bc" in stage.limits:              # of one size
         size = 64, stage.default_tiles(128)["Bc"]
         more = [shape for shape in more + ONE_SIZE if shape[-2] == size]

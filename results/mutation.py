@@ -4,6 +4,7 @@ See mutants.py.
 """
 
 import bisect
+import functools
 import hashlib
 import re
 import sys
@@ -237,7 +238,7 @@ class Source:
         return "".join(pieces) + self.text[position:]
 
 
-def sources(stage: flash.Stage) -> list[Source]:
+def files_of(stage: flash.Stage) -> list[Path]:
     """A stage's file, and those of stages/common that it includes, but for MASKS and BROUGHT."""
     files, waiting = [], [stage.path]
     while waiting:
@@ -246,8 +247,13 @@ def sources(stage: flash.Stage) -> list[Source]:
             files.append(file)
             waiting += [COMMON / name for name in INCLUDE.findall(file.read_text())
                         if name not in (*MASKS, *BROUGHT)]
+    return files
+
+
+def sources(stage: flash.Stage) -> list[Source]:
+    """The files of a stage."""
     found: list[Source] = []
-    for file in files:
+    for file in files_of(stage):
         found.append(Source(file, 1 + sum(len(source.mutants) for source in found)))
     return found
 
@@ -257,12 +263,18 @@ def mutants(stage: flash.Stage) -> dict[int, Mutant]:
     return dict(enumerate((m for source in sources(stage) for m in source.mutants), 1))
 
 
+@functools.lru_cache(256)
+def words(text: str) -> str:
+    """A file's code."""
+    return " ".join(blank(text).split())
+
+
 def fingerprint(stage: flash.Stage) -> str:
     """A hash of its code and of what it includes, without comments and space."""
-    files = [source.file for source in sources(stage)]
+    files = files_of(stage)
     if COMMON / "mask.cuh" in files:
         files += [*(COMMON / name for name in MASKS), *(flash.STAGES / "masks" / name for name in RULES)]
-    code = " ".join(word for file in files for word in blank(file.read_text()).split())
+    code = " ".join(words(file.read_text()) for file in files)
     return hashlib.sha256(code.encode()).hexdigest()[:16]
 
 

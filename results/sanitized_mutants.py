@@ -7,6 +7,7 @@ once under each tool and once without one, when the results are compared with Py
 
 import collections
 import concurrent.futures
+import functools
 import math
 import random
 import re
@@ -34,9 +35,15 @@ def kind_of(row: dict) -> str:
     return next(kind for kind, pattern in mutants.KINDS.items() if re.fullmatch(pattern, row["change"]))
 
 
+@functools.cache
+def order() -> dict[str, int]:
+    """The places of the stages, by name."""
+    return {stage.path.stem: place for place, stage in enumerate(flash.stages())}
+
+
 def stage_of(row: dict) -> str:
     """The stage that was the last in which the simulator tried a mutant: where it was found."""
-    return max(row["tried"], key=[stage.path.stem for stage in flash.stages()].index)
+    return max(row["tried"], key=order().__getitem__)
 
 
 def quotas(counts: dict[str, int], number: int) -> dict[str, int]:

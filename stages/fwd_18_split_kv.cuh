@@ -33,23 +33,21 @@
 //         L = log(sum_s e^L_s),   O = sum_s e^(L_s - L) O_s      (Dao, Haziza, Massa, Sizov,
 //         "Flash-Decoding for long-context inference", 2023)
 //
-// How much has to be under way so that HBM is never idle, Little's law says: 4.8 TB/s times some 0.8 us are
-// 30 KB for each of an H200's 132 multiprocessors. Copies of the next tiles of K and V start before this tile
-// is multiplied, so at d = 128 a block always has 32 KB under way. `splits` (above) makes two such blocks for
-// each multiprocessor: a third one reads no faster, and there is more to merge.
+// So that HBM is never idle, 4.8 TB/s times some 0.8 us have to be under way (Little's law): 30 KB for each
+// of an H200's 132 multiprocessors. A block asks for two tiles of K and V at first, then for the next one
+// before it multiplies: always 32 KB at d = 128. `splits` makes two such blocks for each multiprocessor.
 //
-// A merge launched in the usual way costs 4 to 9 us on an H200, which reads 20 to 40 MB in that time. So both
-// kernels may start before the one in front of them has ended (common/launch.cuh), and wait. And a thread of
-// the merge loads four ranges at a time, and neighbours share what is more: that costs 1 to 4 us.
+// A merge launched in the usual way costs 4 to 9 us on an H200, time for 20 to 40 MB. So both kernels may
+// start before the one in front of them has ended (common/launch.cuh), and wait. A thread of the merge loads
+// four ranges at a time, neighbours share what is more, and a block has some rows: that costs 1 to 4 us.
 //
 // Tiles: where the heads alone make blocks enough, Bc = 32, as five of them then share a multiprocessor
 // (B=64, H=32, H_kv=8, d=128, N_k=1024: 64.5 us on an H200, with Bc = 64 77). More than 32 packed rows take
 // Br = 64, at d <= 64 Br = 128: with Br = 64 four blocks would share the registers, and spill.
 // Stays because it is for decoding, which `measured` knows nothing of: docs/use.md has it.
 //
-// Changed from ampere_tuned: these, and the order of blocks. A mask is asked about a row's query; one that
-// differs by head is refused, as is dropout. The sink belongs to the first range. A range without a key has
-// L = -inf, and weighs nothing. (The step is a large one: without an early merge splitting gains less.)
+// Changed from ampere_tuned: these, and the order of blocks. A mask is asked about a row's query: one by head
+// is refused, as is dropout. The sink belongs to the first range. One without a key has L = -inf: no weight.
 // HBM (hbm, above): K and V once for each tile of packed rows; Q, O and L once for each range.
 #pragma once
 #include "common/address.cuh"
@@ -113,11 +111,18 @@ __global__ void __launch_bounds__(threads, blocks_per_sm) forward_kernel(FwdPara
   ELEMENT* V_smem = K_smem + buffers * Bc * pitch;    // the same
   float* l_smem = reinterpret_cast<float*>(V_smem + buffers * Bc * pitch) + threadIdx.x;   // next: + threads
   auto row_of_Q = [&](int row) { return packed_row(p.Q, b, h_kv, G, row); };
+  auto copy_K_and_V = [&](int t) {          // line 7; with one buffer V_j comes later
+    const int buffer = t % buffers * Bc * pitch;
+    if (t == 0 || t < tiles.end)
+      copy_tile<threads>(K_smem + buffer, tile_index, K, p.K.stride_n, tiles[t] * Bc, Bc, p.N_k);
+    if (buffers == 2 && (t == 0 || t < tiles.end))
+      copy_tile<threads, d_v>(V_smem + buffer, tile_index, V, p.V.stride_n, tiles[t] * Bc, Bc, p.N_k);
+    cp_async_commit();
+  };
   copy_rows<threads>(Q_smem, tile_index, row_of_Q, i * Br, Br, rows);    // line 4
-  copy_tile<threads>(K_smem, tile_index, K, p.K.stride_n, tiles[0] * Bc, Bc, p.N_k);     // line 7
-  if (buffers == 2) copy_tile<threads, d_v>(V_smem, tile_index, V, p.V.stride_n, tiles[0] * Bc, Bc, p.N_k);
-  cp_async_commit();
-  cp_async_wait<0>();
+  copy_K_and_V(0);
+  if (buffers == 2) copy_K_and_V(1);
+  cp_async_wait<buffers - 1>();
   __syncthreads();
 
   // The rows that this lane points ldmatrix to: lanes 0 to 7 to those of the first 8 x 8 matrix, and so on.
@@ -149,17 +154,14 @@ __global__ void __launch_bounds__(threads, blocks_per_sm) forward_kernel(FwdPara
   for (int cut = 0; cut < 2; cut++) {
     for (; t < (cut ? tiles.end : tiles.cut); t++) {                     // line 6
       const int j = tiles[t];
-      cp_async_wait<0>();
-      __syncthreads();                      // K_j and V_j are there; and all are done with the last ones
-      const int buffer = t % buffers * Bc * pitch, next_buffer = (t + 1) % buffers * Bc * pitch;
-      const uint32_t K_j = K_address + 2 * buffer, V_j = V_address + 2 * buffer;
-      if (buffers == 1) {                   // V_j is not
+      if (t > 0) {
+        cp_async_wait<0>();
+        __syncthreads();                    // K_j and V_j are there; and all are done with the last ones
+      }
+      const uint32_t K_j = K_address + 2 * (t % buffers * Bc * pitch), V_j = K_j + (V_address - K_address);
+      if (buffers == 2 && t > 0) copy_K_and_V(t + 1);        // to where the last K_j and V_j were
+      if (buffers == 1) {                   // V_j is not there
         copy_tile<threads, d_v>(V_smem, tile_index, V, p.V.stride_n, j * Bc, Bc, p.N_k);
-        cp_async_commit();
-      } else if (t + 1 < tiles.end) {       // to where the last K_j and V_j were
-        const int next = tiles[t + 1] * Bc;
-        copy_tile<threads>(K_smem + next_buffer, tile_index, K, p.K.stride_n, next, Bc, p.N_k);
-        copy_tile<threads, d_v>(V_smem + next_buffer, tile_index, V, p.V.stride_n, next, Bc, p.N_k);
         cp_async_commit();
       }
 
@@ -180,11 +182,7 @@ __global__ void __launch_bounds__(threads, blocks_per_sm) forward_kernel(FwdPara
       if (buffers == 1) {
         cp_async_wait<0>();
         __syncthreads();                    // now it is; and all are done with K_j
-      }
-      if (buffers == 1 && t + 1 < tiles.end) {       // to where K_j was
-        const int next = tiles[t + 1] * Bc;
-        copy_tile<threads>(K_smem + next_buffer, tile_index, K, p.K.stride_n, next, Bc, p.N_k);
-        cp_async_commit();
+        copy_K_and_V(t + 1);                // to where K_j was
       }
       if (warp_row >= rows) continue;       // this warp only copies
 
@@ -249,12 +247,13 @@ __global__ void __launch_bounds__(threads, blocks_per_sm) forward_kernel(FwdPara
   }
 }
 
-// Of a row, over the ranges s: L = log(sum_s e^L_s), O = sum_s e^(L_s - L) O_s. A block has a row, a thread
-// four columns. If there are many ranges, `shares` neighbours have the same columns, and divide the ranges.
+// Of a row, over the ranges s: L = log(sum_s e^L_s), O = sum_s e^(L_s - L) O_s. A thread has four columns. If
+// there are many ranges, `shares` neighbours have the same columns, and divide the ranges.
 __global__ void __launch_bounds__(512, 1) merge_kernel(FwdParams p) {
   wait_for_previous_kernel();
   start_next_kernel();                      // now: its blocks find all multiprocessors free
-  const int row = blockIdx.x, bh = row / p.N_q, query = row % p.N_q;
+  const int row = blockIdx.x * blockDim.y + threadIdx.y, bh = row / p.N_q, query = row % p.N_q;
+  if (row >= p.B * p.H * p.N_q) return;
   const int shares = blockDim.x / merge_threads, share = threadIdx.x % shares, col = threadIdx.x / shares * 4;
   float m = -INFINITY, l = 0.f, O[4] = {};
   for (int s = threadIdx.x % 32; s < p.splits; s += 32) m = fmaxf(m, *part(p, s, row));
@@ -294,7 +293,8 @@ cudaError_t launch(const FwdParams& p, cudaStream_t stream) {
   cudaLaunchKernelEx(EarlyLaunch(blocks, threads, bytes, stream), forward_kernel, p);
   int shares = 1;
   while (4 * shares < p.splits && shares < most_shares) shares *= 2;
-  const EarlyLaunch merge(p.B * p.H * p.N_q, shares * merge_threads, 0, stream);
+  const dim3 row_threads(shares * merge_threads, max(256 / (shares * merge_threads), 1));    // times rows
+  const EarlyLaunch merge(ceil_div(p.B * p.H * p.N_q, row_threads.y), row_threads, 0, stream);
   if (p.splits > 1) cudaLaunchKernelEx(merge, merge_kernel, p);
   return cudaGetLastError();
 }

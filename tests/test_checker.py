@@ -404,6 +404,10 @@ def derived_bytes(stage: str, N: int, d: int, Br: int, Bc: int) -> int:
         if stage == "split_kv" and splits > 1:           # a block for each key tile: Q_i each time, L_s, O_s
             numbers += (splits - 1) * N * d              # both written, and read, four at a time
             merged = splits * (1 + d) + splits + 4 * (1 + d)
+        if stage == "stream_k":                          # tiles that are cut: Q_i again, O_i in float
+            rest, several = 2 * len(tiles_of_q) % 3, 2 * len(tiles_of_q) > 3         # three blocks, two heads
+            cut = several * sum(r * rest % 3 * len(tiles_of_k) >= 3 for r in (1, 2))
+            numbers += cut * (Br * d + 2 * 2 * Br * d) // 2          # it is written and read
         return BY_NAME[stage].dtypes[0].itemsize * numbers + 4 * N * (1 + merged)    # L
     return 4 * numbers
 

@@ -332,7 +332,7 @@ def gpu(monkeypatch, capability, shared_memory=227 * 1024) -> torch.device:
     return torch.device("cuda")
 
 
-DECODING = {"B": 1, "H": 8, "H_kv": 2, "N_q": 1, "N_k": 600, "d": 64, "gradients": 0}
+DECODING = {"B": 1, "H": 8, "H_kv": 2, "N_q": 1, "N_k": 600, "d": 64, "gradients": 0, "masked": 0}
 PROMPT = DECODING | {"N_q": 600}
 NAMES = "the end of its branch, which is taken "
 ELSEWHERE = "from sm_80 on; hopper_tuned is taken on sm_90a, and {} is sm_"
@@ -366,13 +366,17 @@ def test_the_default_by_what_a_call_needs(monkeypatch, capability, sizes, needs,
 
 
 @pytest.mark.parametrize("gradients", [0, 1])
-@pytest.mark.parametrize("B, H_kv, N, d, expected", [
-    (8, 8, 2048, 256, "multicast_tuned"), (8, 8, 2048, 136, "multicast_tuned"),
-    (8, 8, 2048, 128, "hopper_tuned"), (4, 8, 512, 256, "hopper_tuned"), (8, 2, 2048, 256, "hopper_tuned"),
-    (1, 2, 16384, 256, "multicast_tuned")])
-def test_the_default_of_the_forward_pass(monkeypatch, B, H_kv, N, d, expected, gradients):
-    """On Hopper: in large calls with d > 128 two blocks share K and V."""
-    sizes = {"B": B, "H": 8, "H_kv": H_kv, "N_q": N, "N_k": N, "d": d, "gradients": gradients}
+@pytest.mark.parametrize("B, H_kv, N, d, masked, expected", [
+    (8, 8, 2048, 256, 0, "multicast_tuned"), (8, 8, 2048, 136, 1, "multicast_tuned"),
+    (4, 8, 512, 256, 0, "hopper_tuned"), (8, 2, 2048, 256, 0, "hopper_tuned"),
+    (1, 2, 16384, 256, 0, "multicast_tuned"),
+    (8, 8, 2048, 128, 0, "stream_k"), (8, 1, 2048, 64, 0, "stream_k"), (8, 8, 2048, 128, 1, "hopper_tuned"),
+    (4, 8, 2048, 128, 0, "hopper_tuned"), (16, 8, 1024, 64, 0, "hopper_tuned")])
+def test_the_default_of_the_forward_pass(monkeypatch, B, H_kv, N, d, masked, expected, gradients):
+    """On Hopper: in large calls with d > 128 two blocks share K and V; with less, and no mask, blocks share
+    the last round."""
+    sizes = {"B": B, "H": 8, "H_kv": H_kv, "N_q": N, "N_k": N, "d": d, "gradients": gradients,
+             "masked": masked}
     stage = flash.find_stage(None, torch.bfloat16, gpu(monkeypatch, (9, 0)), d=d, sizes=sizes)
     assert stage.name == expected
 
@@ -404,6 +408,24 @@ def test_a_backward_stage_for_some_calls(monkeypatch):
         q, k, v = (x.requires_grad_() for x in torch.randn(3, 1, 1, 8, d).bfloat16())
         choice = flash.explain(q, k, v).backward
         assert choice.stage.name == expected and choice.why.startswith(NAMES + why)
+
+
+@pytest.mark.builds
+@pytest.mark.parametrize("options, expected", [
+    ({}, "wide_warps"), ({"causal": True}, "ampere_tuned"),
+    ({"mask": flash.masks.window(3, 0)}, "ampere_tuned"),
+    ({"mask": flash.masks.softcap(1.0)}, "ampere_tuned")])
+def test_a_stage_for_calls_without_a_mask(monkeypatch, options, expected):
+    """Its `default` may ask whether there is one, forward and backward."""
+    by_direction = {direction: [replace(s, default="sm_80", calls="not masked") if s.name == name else s
+                                for s in flash.stages(direction)]
+                    for direction, name in (("fwd", "wide_warps"), ("bwd", "ordered_dq"))}
+    stages = flash.stages
+    monkeypatch.setattr(registry, "stages", lambda direction=None: by_direction.get(direction) or stages())
+    chosen = flash.explain(*(x.requires_grad_() for x in torch.randn(3, 1, 1, 8, 64).bfloat16()), **options)
+    assert chosen.forward.stage.name == expected
+    assert chosen.backward.stage.name == ("ordered_dq" if expected == "wide_warps" else expected)
+    assert ("not masked" in chosen.forward.why) == (not options)
 
 
 def test_what_no_stage_takes_is_refused_by_the_default(monkeypatch):

@@ -196,7 +196,7 @@ def test_two_processes_build_at_once(own_build_folder):
 
 @pytest.mark.slow
 def test_paths_with_spaces_and_quotes(tmp_path, mine):
-    """Of the simulator, the flags pass through ninja and a shell."""
+    """Of the simulator and of a kernel; no shell may read them."""
     folder = tmp_path / "a folder (it's mine)"
     folder.mkdir()
     own = folder / "my stage.cuh"

@@ -27,7 +27,7 @@ from conftest import (
 
 import flash
 from flash_ladder import plan
-from flash_ladder.grid import MULTICAST, SIDE_BRANCH, is_end
+from flash_ladder.grid import MULTICAST, SIDE_BRANCH, STREAM_K, is_end
 from tutorials.exercises.exercise import inlined
 
 sys.path.insert(0, str(flash.ROOT / "results"))
@@ -36,6 +36,7 @@ import mutation  # noqa: E402
 
 BY_NAME = {s.name: s for s in flash.stages("fwd")}
 BY_TMA = [name for name, stage in BY_NAME.items() if stage.needs.startswith("sm_90")]
+STORED_BY_TMA = "hopper_tuned", *MULTICAST, *STREAM_K        # O
 BACKWARD = {s.name: s for s in flash.stages("bwd")}
 STAGES = flash.stages()
 
@@ -90,14 +91,14 @@ MUTANTS = [
     *((stage, "K with the rows of Q", r"p.K.stride_n", "p.Q.stride_n") for stage in BY_NAME
       if stage not in BY_TMA),
     *((stage, "O with the rows of V", r"p.O.stride_n", "p.V.stride_n") for stage in BY_NAME
-      if stage not in ("hopper_tuned", *MULTICAST)),
+      if stage not in STORED_BY_TMA),
     *((stage, "K in V's map", r"\(V_map, p\.V,", "(V_map, p.K,") for stage in BY_TMA),
     *((stage, "V of Q's head", r"(load_panels\(V_smem.*|V_smem\.fill.*), h_kv, b\)|V_head = h_kv",
        lambda m: f"{m[1]}, h, b)" if m[1] else "V_head = h") for stage in BY_TMA),
     *((stage, "K of Q's head", r"((load_panels\(K_smem|K_smem\.fill).*), h_kv, b\)", r"\1, h, b)")
       for stage in BY_TMA),
     *((stage, "O of another head", r"work\.h, work\.b\)", "(work.h + 1) % p.H, work.b)")
-      for stage in ("hopper_tuned", *MULTICAST)),
+      for stage in STORED_BY_TMA),
     ("naive", "O past its end", r"row >= p.N_q \|\| k >= d", "k >= d"),
     ("tiled", "O past its end", r"row < p.N_q && k < d", "k < d"),
     ("online_softmax", "O past its end", r"if \(row >= p.N_q\) continue;", ""),

@@ -20,7 +20,7 @@ from .data import batch_of, corpus
 from .models import build, implementation
 
 BACKENDS = {"flash": SDPBackend.FLASH_ATTENTION, "efficient": SDPBackend.EFFICIENT_ATTENTION,
-            "math": SDPBackend.MATH}
+            "cudnn": SDPBackend.CUDNN_ATTENTION, "math": SDPBackend.MATH}
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 NO_KERNEL = ("No available kernel", "No viable backend")  # SDPA's words, on a GPU and on the CPU
 WARM_UP = 10     # steps: the learning rate rises, kernels are compiled, and no time is taken

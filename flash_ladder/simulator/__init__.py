@@ -12,28 +12,27 @@ import platform
 import re
 import shutil
 import subprocess
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from ..sources import read_source
 from .translate import TranslationError, translate
 
-__all__ = ["TranslationError", "compile_flags", "compile_library", "link_flags", "missing_checker",
-           "missing_compiler", "precompile", "precompiles", "resolve_addresses", "runtime_sources",
+__all__ = ["TranslationError", "compile_flags", "compile_library", "compile_runtime", "link_flags",
+           "missing_checker", "missing_compiler", "precompile", "precompiles", "resolve_addresses",
            "signature", "translate", "translate_files", "translated_files"]
 
 FOLDER = Path(__file__).resolve().parent
+RUNTIME = FOLDER / "runtime"
+UNITS = 3                             # as which its files are compiled, side by side
 INCLUDE = FOLDER / "include"
 SHARED_MEMORY_PER_BLOCK = 227 * 1024  # bytes, as on an H100; runtime.h has the same
 MULTIPROCESSORS = 132, 228 * 1024     # and bytes of shared memory of one: likewise
 FEW_MULTIPROCESSORS = 3               # what a stage's launch() hears when it asks (include/sim/host.h)
+SHARED_LIBRARY = ["-shared", *["-undefined", "dynamic_lookup"] * (platform.system() == "Darwin")]
 # It runs the stages of every architecture. Calls that name none take this one's: what they show, and the bits
 # of their results, are then those of nearly every GPU.
 ARCHITECTURE = "sm_80"
-
-
-def runtime_sources() -> list[Path]:
-    """The C++ files of the run-time library."""
-    return sorted((FOLDER / "runtime").glob("*.cpp"))
 
 
 def compiler() -> str:
@@ -106,6 +105,25 @@ def link_flags(checked: bool) -> list[str]:
     return [f"-Wl,--wrap={name}" for name in names]
 
 
+def compile_runtime(library: Path, flags: list[str]) -> None:
+    """Compile the run-time library: not file by file, as reading the headers takes most of the time then.
+
+    Raises:
+        RuntimeError: with the compiler's messages.
+    """
+    sources = sorted(RUNTIME.glob("*.cpp"), key=lambda file: file.stat().st_size)
+    units = [library.with_name(f"unit_{n}.cpp") for n in range(UNITS)]
+    for n, unit in enumerate(units):
+        unit.write_text("".join(f'#include "{source.name}"\n' for source in sources[n::UNITS]))
+    objects = [unit.with_suffix(".o") for unit in units]
+    with ThreadPoolExecutor() as pool:
+        list(pool.map(lambda unit, compiled: _compile(["-fPIC", *flags, f"-I{RUNTIME}", "-c", str(unit)],
+                                                      compiled), units, objects))
+    _compile([*SHARED_LIBRARY, *map(str, objects), "-ldl", "-pthread"], library)
+    for compiled in objects:
+        compiled.unlink()
+
+
 def compile_library(source: Path, library: Path, cflags: list[str], ldflags: list[str]) -> None:
     """Compile one C++ file, and link it: not to torch, which it does not use, and whose libraries take longer
     to link than all else. (The flags of the checker must not reach the linker, who would add libtsan.)
@@ -114,9 +132,8 @@ def compile_library(source: Path, library: Path, cflags: list[str], ldflags: lis
         RuntimeError: with the compiler's messages.
     """
     compiled = library.with_suffix(".o")
-    undefined = ["-undefined", "dynamic_lookup"] * (platform.system() == "Darwin")
     _compile(["-fPIC", *cflags, "-c", str(source)], compiled)
-    _compile(["-shared", str(compiled), *ldflags, *undefined], library)
+    _compile([*SHARED_LIBRARY, str(compiled), *ldflags], library)
     compiled.unlink(missing_ok=True)
 
 
@@ -153,7 +170,7 @@ def signature() -> str:
     """A hash of all that a simulated kernel depends on beside its own source: the simulator, this CPU."""
     digest = hashlib.sha256()
     python = [FOLDER / name for name in ("__init__.py", "translate.py", "local_variables.py", "scan.py")]
-    for file in sorted([*INCLUDE.rglob("*.h"), *(FOLDER / "runtime").iterdir(), *python]):
+    for file in sorted([*INCLUDE.rglob("*.h"), *RUNTIME.iterdir(), *python]):
         digest.update(file.read_bytes())
     cpu_info = Path("/proc/cpuinfo")  # -march=native: a build is not for every machine that shares the folder
     text = cpu_info.read_text() if cpu_info.exists() else ""

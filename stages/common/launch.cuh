@@ -26,7 +26,7 @@ struct EarlyLaunch {
   cudaLaunchAttribute attribute = {};
   cudaLaunchConfig_t config = {};
 
-  EarlyLaunch(int blocks, int threads, size_t bytes, cudaStream_t stream, bool early = true) {
+  EarlyLaunch(int blocks, dim3 threads, size_t bytes, cudaStream_t stream, bool early = true) {
     attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
     attribute.val.programmaticStreamSerializationAllowed = 1;
     config.gridDim = blocks;

@@ -13,17 +13,23 @@ Checker* checker;
 std::mutex checker_mutex;
 
 // The number of an access: of an instruction and the array that it touches.
+static bool is(const Access& a, const void* pc, int array, Kind kind) {
+  return a.pc == pc && a.array == array && a.kind == kind;
+}
+[[gnu::noinline]] static uint16_t find_number(const void* pc, int array, Kind kind) {
+  auto& accesses = checker->accesses;
+  size_t i = 1;
+  while (i < accesses.size() && !is(accesses[i], pc, array, kind)) i++;
+  if (i > UINT16_MAX) fail("too many calls in one flash.inspect(): divide them among several");
+  if (i == accesses.size()) accesses.push_back({pc, array, kind});
+  return uint16_t(i);
+}
 uint16_t number_of(const void* pc, int array, Kind kind) {
   static uint16_t cache[1 << 12];
   auto& accesses = checker->accesses;
   uint16_t& number = cache[(reinterpret_cast<uintptr_t>(pc) * 31 + size_t(array)) % (1 << 12)];
-  auto same = [&](const Access& a) { return a.pc == pc && a.array == array && a.kind == kind; };
-  if (number < accesses.size() && same(accesses[number])) return number;
-  size_t i = 1;
-  while (i < accesses.size() && !same(accesses[i])) i++;
-  if (i > UINT16_MAX) fail("too many calls in one flash.inspect(): divide them among several");
-  if (i == accesses.size()) accesses.push_back({pc, array, kind});
-  return number = uint16_t(i);
+  if (number < accesses.size() && is(accesses[number], pc, array, kind)) return number;
+  return number = find_number(pc, array, kind);
 }
 
 // Before it does harm: the launch ends here.
@@ -103,7 +109,7 @@ void observe(const void* address, size_t bytes, Kind kind, const void* pc, Asks 
   const Worker* other = nullptr;        // a block of the cluster, in whose shared memory it is
   if (size_t(p - w->shared) >= ARENA_BYTES) {
     other = w->cluster ? block_that_holds(*w, p) : nullptr;
-    if (!other) array = find_array(p);
+    if (!other) array = find_array(p, pc);
     if (array == NO_ARRAY && is_known_otherwise(*w, p)) return;
     if (array == NO_ARRAY) forbid(p, bytes, kind, pc);
     if (other && !other->alive)
@@ -117,10 +123,10 @@ void observe(const void* address, size_t bytes, Kind kind, const void* pc, Asks 
   checker->kernel->accesses++;
   count_access(access, f.warp, f.lane, offset, bytes);
   const bool aligned = asks == Asks::ALIGNMENT || asks == Asks::BOTH;
-  if (aligned && reinterpret_cast<uintptr_t>(p) % bytes)
+  if (aligned && reinterpret_cast<uintptr_t>(p) & (bytes - 1))   // sizes are powers of two
     found_about("misaligned", access, array, offset, bytes);
   if (!m.allows(offset, bytes)) return found_about("out of bounds", access, array, offset, bytes);
-  check_cells(f, m, array, access, offset, bytes, asks == Asks::ALL_WRITTEN || asks == Asks::BOTH);
+  check_cells(f, m, array, access, kind, offset, bytes, asks == Asks::ALL_WRITTEN || asks == Asks::BOTH);
   f.worked = f.now;
   if (other)
     visited(*other, w->block, unsigned(f.number),

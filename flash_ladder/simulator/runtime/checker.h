@@ -73,6 +73,7 @@ struct Lanes {                 // of one warp, that did something at one time
 struct Cell {
   uint32_t epoch;              // in which block (shared memory) or launch (global); an older one: nothing
   bool read, written;          // in this epoch at all
+  bool has_atomics;            // else there are none in `atomics`
   bool copying;                // `write` is a copy that may still be under way
   enum : uint8_t { READ = 1, WRITTEN = 2 };
   uint8_t used_before, launches_ago;   // by an earlier launch: the last one that used it
@@ -98,10 +99,14 @@ struct Memory {
 
   Memory(std::string name, char* base, size_t bytes, int shift = 2);
   size_t granule() const { return size_t(1) << shift; }
-  bool allows(uint64_t offset, size_t bytes) const;
+  bool allows(uint64_t offset, size_t bytes) const {
+    for (size_t i = offset >> shift; i <= (offset + bytes - 1) >> shift; i++)
+      if (!(state[i] & VALID)) return false;
+    return true;
+  }
   void refine(int new_shift);
 };
-int find_array(const char* address);                // the number of the array that it lies in, or NO_ARRAY
+int find_array(const char* address, const void* pc = nullptr);   // the number of its array, or NO_ARRAY
 const Memory* nearest_array(const char* address);   // null: none is near
 bool is_known_otherwise(const Worker& w, const char* address);
 
@@ -184,8 +189,8 @@ void error_found(const Worker& w);
 std::string shared_element(const Worker& w, int64_t offset);
 
 // -------------------------------------------------------------------------------- races.cpp
-void check_cells(const Agent& f, Memory& m, int array, uint16_t access, uint64_t offset, size_t bytes,
-                 bool all_written);
+void check_cells(const Agent& f, Memory& m, int array, uint16_t access, Kind kind, uint64_t offset,
+                 size_t bytes, bool all_written);
 void observe_for_lane(int lane, const void* address, size_t bytes, const void* pc);
 void copy_has_started(const Copy& copy);
 void copy_has_landed(Fiber& f, const Copy& copy);

@@ -15,9 +15,10 @@
 namespace sim {
 
 struct Log {                             // of one access by one warp, since its lanes met last
-  std::vector<Request> requests;         // the first `used` of them
-  size_t used = 0;
   uint32_t next[WARP_SIZE] = {};         // request, by lane
+  size_t used = 0, room = 0;             // requests
+  std::vector<uint32_t> offset;          // by lane and request: each lane goes on alone, through its own
+  std::vector<uint32_t> bytes;           // of one lane, by request
 };
 
 static std::vector<std::vector<Log>> logs;           // by warp and access
@@ -25,6 +26,27 @@ static std::vector<std::vector<uint16_t>> in_use;    // by warp: accesses whose 
 constexpr size_t MOST_REQUESTS = 1 << 16;   // in a log; in a loop of more rounds lanes are matched no longer
 
 static void flush(Log& log, int access);
+
+static void make_room(Log& log) {
+  const size_t room = 2 * log.room + 1;
+  std::vector<uint32_t> wider(WARP_SIZE * room);
+  for (int lane = 0; lane < WARP_SIZE; lane++)
+    std::copy_n(log.offset.begin() + lane * log.room, log.room, wider.begin() + lane * room);
+  log.offset = std::move(wider);
+  log.bytes.resize(room);
+  log.room = room;
+}
+
+static Request request_of(const Log& log, size_t i) {
+  Request r{};
+  r.access_bytes = log.bytes[i];
+  for (int lane = 0; lane < WARP_SIZE; lane++) {
+    if (i >= log.next[lane]) continue;
+    r.lanes |= 1u << lane;
+    r.offset[lane] = log.offset[lane * log.room + i];
+  }
+  return r;
+}
 
 void count_access(int access, int warp, int lane, uint64_t offset, size_t bytes) {
   if (logs.size() <= size_t(warp)) {
@@ -36,15 +58,10 @@ void count_access(int access, int warp, int lane, uint64_t offset, size_t bytes)
   if (log.next[lane] == MOST_REQUESTS) flush(log, access);
   if (!log.used) in_use[warp].push_back(uint16_t(access));
   const uint32_t i = log.next[lane]++;
-  if (i >= log.requests.size()) log.requests.resize(2 * i + 1);
-  Request& request = log.requests[i];
-  if (i >= log.used) {
-    log.used = i + 1;
-    request.lanes = 0;
-  }
-  request.lanes |= 1u << lane;
-  request.access_bytes = uint32_t(bytes);
-  request.offset[lane] = uint32_t(offset);
+  if (i >= log.room) make_room(log);
+  if (i >= log.used) log.used = i + 1;
+  log.bytes[i] = uint32_t(bytes);
+  log.offset[lane * log.room + i] = uint32_t(offset);
 }
 
 template <class F> static void each_lane(unsigned lanes, F f) {
@@ -134,15 +151,36 @@ static Cost cost_in_wavefronts(const Request& r, bool reads) {
   return cost;
 }
 
+// Most requests ask for what another one has asked for, some bytes further on: by so many that its sectors
+// or banks lie in the same way, it costs the same.
+struct Known {
+  Request request{};
+  Cost cost{};
+};
+static bool is_shifted(const Request& a, const Request& b, unsigned period) {
+  if (a.lanes != b.lanes || a.access_bytes != b.access_bytes) return false;
+  const int first = __builtin_ctz(a.lanes);
+  const uint32_t distance = b.offset[first] - a.offset[first];
+  uint32_t different = distance % period;
+  for (int lane = 0; lane < WARP_SIZE; lane++)
+    different |= (b.offset[lane] - a.offset[lane] - distance) & -(a.lanes >> lane & 1);
+  return !different;
+}
+
 static void flush(Log& log, int access) {
   auto& counters = checker->kernel->counters;
   if (counters.size() < checker->accesses.size()) counters.resize(checker->accesses.size());
   Counters& total = counters[access];
   const bool shared = checker->accesses[access].array == SHARED;
   const bool reads = checker->accesses[access].kind == Kind::READ;
+  const unsigned period = shared ? 4 : 32;
+  Known known[8];
   for (size_t i = 0; i < log.used; i++) {
-    const Request& request = log.requests[i];
-    const Cost cost = shared ? cost_in_wavefronts(request, reads) : cost_in_sectors(request);
+    const Request request = request_of(log, i);
+    Known& like = known[shared ? 0 : request.offset[__builtin_ctz(request.lanes)] / 4 % 8];
+    if (!is_shifted(like.request, request, period))
+      like = {request, shared ? cost_in_wavefronts(request, reads) : cost_in_sectors(request)};
+    const Cost& cost = like.cost;
     total.requests++;
     total.lanes += __builtin_popcount(request.lanes);
     total.bytes += cost.bytes;

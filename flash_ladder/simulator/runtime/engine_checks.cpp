@@ -101,7 +101,7 @@ static uint16_t check_access(const Agent& a, const char* p, size_t bytes, Kind k
     return access;
   }
   if (kind == Kind::TMA_READ || kind == Kind::WGMMA) check_proxy_fence(a, m, offset, bytes, access);
-  check_cells(a, m, array, access, offset, bytes, true);
+  check_cells(a, m, array, access, kind, offset, bytes, true);
   return access;
 }
 
@@ -118,7 +118,7 @@ static uint16_t check_sent(const Agent& a, const BulkCopy& c, const char* p) {
     }
     check_proxy_fence(engine(c.fiber->number, 0, knowledge(*c.fiber)), m, offset, 16, access);
   }
-  check_cells(a, m, SHARED, access, offset, 16, true);
+  check_cells(a, m, SHARED, access, Kind::SEND, offset, 16, true);
   visited(*c.sender, worker->block, unsigned(a.number),
           {a.now, {c.fiber->thread_index, c.sender->block_index, Kind::SEND, access, {}}, int64_t(offset)});
   return access;

@@ -54,9 +54,11 @@ bool is_known_otherwise(const Worker& w, const char* p) {
   return true;
 }
 
-// The number of the array that an address lies in: of one that may be used there, if arrays overlap.
-int find_array(const char* p) {
-  static size_t last = 0;
+// The number of the array that an address lies in: of one that may be used there, if arrays overlap. pc: of
+// the instruction, which mostly asks for the same array as the last time.
+int find_array(const char* p, const void* pc) {
+  static size_t last_of[256];
+  size_t& last = last_of[reinterpret_cast<uintptr_t>(pc) % 256];
   auto& arrays = checker->arrays;
   auto holds = [&](size_t i) { return arrays[i] && size_t(p - arrays[i]->base) < arrays[i]->bytes; };
   auto allows = [&](size_t i) {
@@ -83,12 +85,6 @@ const Memory* nearest_array(const char* p) {
     }
   }
   return nearest;
-}
-
-bool Memory::allows(uint64_t offset, size_t bytes) const {
-  const size_t first = offset >> shift, last = (offset + bytes - 1) >> shift;
-  return std::all_of(state.begin() + first, state.begin() + last + 1,
-                     [](uint8_t s) { return s & VALID; });
 }
 
 }  // namespace sim

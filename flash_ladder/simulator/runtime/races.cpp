@@ -5,19 +5,31 @@
 
 namespace sim {
 
-// Does the thread know that everybody's work of that time is done?
-static bool is_past(const Agent& f, const Lanes& l) {
-  return l.block == worker->block && l.time <= f.past->all_until;
-}
+// An agent, with what each look at a cell asks of it
+struct Viewer {
+  const Agent& f;
+  const uint32_t block, all_until;
+  explicit Viewer(const Agent& f) : f(f), block(worker->block), all_until(f.past->all_until) {}
+  // Does it know that everybody's work of that time is done?
+  bool is_past(const Lanes& l) const { return l.block == block && l.time <= all_until; }
+};
 
-static void check_race_with(const Lanes& l, const Agent& f, int access, int array, uint64_t offset,
-                            size_t bytes) {
-  if (!l.lanes || is_past(f, l)) return;
+// One of these lanes whose work it does not know of; or -1
+static int unordered(const Lanes& l, const Viewer& v) {
+  const std::vector<uint32_t>& until = v.f.past->until;
   for (unsigned lanes = l.lanes; lanes; lanes &= lanes - 1) {
     const unsigned thread = l.warp * WARP_SIZE + __builtin_ctz(lanes);
-    if (!has_happened(f, l.block, thread, l.time))
-      return found_race(access, array, offset, bytes, thread, l.block, l.access);
+    if (l.block == v.block && thread < until.size() && l.time <= until[thread]) continue;
+    if (!has_happened(v.f, l.block, thread, l.time)) return int(thread);
   }
+  return -1;
+}
+
+static inline void check_race_with(const Lanes& l, const Viewer& v, int access, int array, uint64_t offset,
+                                   size_t bytes) {
+  if (!l.lanes || v.is_past(l)) return;
+  if (const int thread = unordered(l, v); thread >= 0)
+    found_race(access, array, offset, bytes, unsigned(thread), l.block, l.access);
 }
 
 // Who has started a copy from here, and has not waited for it?
@@ -30,45 +42,47 @@ static void found_race_with_source(int access, int array, uint64_t offset, size_
                           number_of(c.pc, array, Kind::SOURCE));
 }
 
-static void check_races(const Cell& c, const Agent& f, int access, int array, uint64_t offset, size_t bytes) {
-  const Kind kind = checker->accesses[access].kind;
+[[gnu::always_inline]] static inline void check_races(const Cell& c, const Viewer& v, Kind kind, int access,
+                                                      int array, uint64_t offset, size_t bytes) {
   if (c.copying) {
     const unsigned thread = c.write.warp * WARP_SIZE + __builtin_ctz(c.write.lanes);
     found_race(access, array, offset, bytes, thread, c.write.block, c.write.access);
   } else {
-    check_race_with(c.write, f, access, array, offset, bytes);
+    check_race_with(c.write, v, access, array, offset, bytes);
   }
   if (c.sources && !is_read(kind)) found_race_with_source(access, array, offset, bytes);
-  if (!is_atomic(kind))
-    for (const Lanes& l : c.atomics) check_race_with(l, f, access, array, offset, bytes);
+  if (c.has_atomics && !is_atomic(kind))
+    for (const Lanes& l : c.atomics) check_race_with(l, v, access, array, offset, bytes);
   if (!is_read(kind))
-    for (const Lanes& l : c.reads) check_race_with(l, f, access, array, offset, bytes);
+    for (const Lanes& l : c.reads) check_race_with(l, v, access, array, offset, bytes);
 }
 
-template <size_t size> static void note(Lanes (&done)[size], const Agent& f, uint16_t access) {
-  const uint32_t block = worker->block;
+template <size_t size> static inline void note(Lanes (&done)[size], const Viewer& v, uint16_t access) {
+  const Agent& f = v.f;
   const unsigned lane = 1u << f.lane;
   Lanes *place = nullptr, *own = nullptr;
   for (Lanes& l : done) {
-    const bool is_own = l.lanes && l.warp == f.warp && l.block == block;
+    const bool is_own = l.lanes && l.warp == f.warp && l.block == v.block;
     if (is_own && l.time == f.now) {
       l.lanes |= lane;
       l.access = access;
       return;
     }
     if (is_own) own = &l;
-    if (!l.lanes || is_past(f, l)) place = &l;       // what all know of can be forgotten
+    if (!l.lanes || v.is_past(l)) place = &l;       // what all know of can be forgotten
   }
   if (!place) place = own ? own : &done[size - 1];
-  *place = {lane, f.now, block, uint16_t(f.warp), access};
+  *place = {lane, f.now, v.block, uint16_t(f.warp), access};
 }
 
-static void note_write(Cell& c, const Agent& f, uint16_t access, size_t bytes) {
+static inline void note_write(Cell& c, const Agent& f, uint16_t access, size_t bytes, bool copying) {
   c.write = {1u << f.lane, f.now, worker->block, uint16_t(f.warp), access};
   c.bytes = uint8_t(bytes);
   for (Lanes& l : c.reads) l.lanes = 0;
-  for (Lanes& l : c.atomics) l.lanes = 0;
-  c.copying = checker->accesses[access].kind == Kind::COPY;
+  if (c.has_atomics)
+    for (Lanes& l : c.atomics) l.lanes = 0;
+  c.has_atomics = false;
+  c.copying = copying;
 }
 
 // -------------------------------------------------------------------------------- one access
@@ -77,6 +91,7 @@ static Counters& counters_of(uint16_t access, const Memory& m) {
   auto& all = checker->kernel->counters;
   if (all.size() <= access) all.resize(access + 1);
   Counters& c = all[access];
+  if (c.touched.size() == m.state.size()) return c;
   if (c.touched.empty()) c.touched.resize(m.state.size());
   if (const size_t parts = m.state.size() / c.touched.size(); parts > 1) {   // the cells have been divided
     std::vector<bool> finer(m.state.size());
@@ -100,49 +115,59 @@ static bool lacks_a_part(const Memory& m, size_t first, size_t last, size_t byte
   return !as_in_a_struct && (lacking[0] + lacking[1]) << m.shift >= 4;
 }
 
-void check_cells(const Agent& f, Memory& m, int array, uint16_t access, uint64_t offset, size_t bytes,
-                 bool all_written) {
-  const Kind kind = checker->accesses[access].kind;
-  const uint32_t epoch = array == SHARED ? m.epoch : checker->launch;
-  Traffic* traffic = array == SHARED ? nullptr : &checker->kernel->traffic[array];
-  Counters* counters = array == SHARED ? nullptr : &counters_of(access, m);
+// A cell in which nothing has happened since this block, or launch, began
+static void begin_cell(Cell& c, uint32_t epoch, bool shared) {
+  const uint32_t ago = epoch - c.epoch;
+  const uint8_t used = shared || ago > 64 ? 0 : c.read * Cell::READ | c.written * Cell::WRITTEN;
+  c = {};
+  c.epoch = epoch;
+  c.used_before = used;
+  c.launches_ago = used ? uint8_t(ago) : 0;
+}
+
+void check_cells(const Agent& f, Memory& m, int array, uint16_t access, Kind kind, uint64_t offset,
+                 size_t bytes, bool all_written) {
+  const bool reads = is_read(kind), atomic = is_atomic(kind), shared = array == SHARED;
+  const uint32_t epoch = shared ? m.epoch : checker->launch;
+  Traffic* const traffic = shared ? nullptr : &checker->kernel->traffic[array];
+  Counters* const counters = shared ? nullptr : &counters_of(access, m);
   const size_t first = offset >> m.shift, last = (offset + bytes - 1) >> m.shift;
-  const bool needs_value = is_read(kind) || kind == Kind::ATOMIC;
+  const bool changes = !reads && kind != Kind::SOURCE;
+  const uint8_t clashes = changes ? Cell::READ | Cell::WRITTEN : Cell::WRITTEN;
+  const Viewer viewer(f);
   size_t initialised = 0;
   for (size_t i = first; i <= last; i++) {
     Cell& c = m.cells[i];
-    if (c.epoch != epoch) {
-      const uint32_t ago = epoch - c.epoch;
-      const uint8_t used = array == SHARED || ago > 64 ? 0 : c.read * Cell::READ | c.written * Cell::WRITTEN;
-      c = {};
-      c.epoch = epoch;
-      c.used_before = used;
-      c.launches_ago = used ? uint8_t(ago) : 0;
-    }
-    const bool changes = !is_read(kind) && kind != Kind::SOURCE;
-    const uint8_t clashes = changes ? Cell::READ | Cell::WRITTEN : Cell::WRITTEN;
+    uint8_t& state = m.state[i];
+    if (c.epoch != epoch) begin_cell(c, epoch, shared);
+    const uint64_t at = std::max<uint64_t>(offset, i << m.shift);
     if (c.used_before & clashes && may_still_run(f, c.launches_ago))
-      found_about("too early", access, array, std::max<uint64_t>(offset, i << m.shift), bytes,
-                  f.knows_previous_kernel ? "waited" : "");
+      found_about("too early", access, array, at, bytes, f.knows_previous_kernel ? "waited" : "");
     if (counters && !counters->touched[i]) {
       counters->touched[i] = true;
       counters->unique += m.granule();
     }
-    check_races(c, f, access, array, std::max<uint64_t>(offset, i << m.shift), bytes);
-    initialised += (m.state[i] & Memory::INITIALISED) != 0;
+    check_races(c, viewer, kind, access, array, at, bytes);
+    initialised += (state & Memory::INITIALISED) != 0;
     if (kind != Kind::WRITE) {
       if (traffic && !c.read) traffic->unique_read += m.granule();
       c.read = true;
     }
-    if (!is_read(kind)) {
+    if (!reads) {
       if (traffic && !c.written) traffic->unique_written += m.granule();
       c.written = true;
-      m.state[i] |= Memory::INITIALISED;
+      state |= Memory::INITIALISED;
     }
-    if (is_read(kind)) note(c.reads, f, access);
-    else if (is_atomic(kind)) note(c.atomics, f, access);
-    else note_write(c, f, access, bytes);
+    if (reads) {
+      note(c.reads, viewer, access);
+    } else if (atomic) {
+      c.has_atomics = true;
+      note(c.atomics, viewer, access);
+    } else {
+      note_write(c, f, access, bytes, kind == Kind::COPY);
+    }
   }
+  const bool needs_value = reads || kind == Kind::ATOMIC;
   if (needs_value && initialised <= last - first &&
       (!initialised || (all_written && lacks_a_part(m, first, last, bytes))))
     found_about("uninitialised", access, array, offset, bytes, initialised ? "a part" : "");
@@ -159,8 +184,11 @@ void observe_for_lane(int lane, const void* address, size_t bytes, const void* p
   if (!m.allows(offset, bytes)) return;                  // found already
   Fiber* const self = w.current;
   w.current = &w.fibers[size_t(self->warp) * WARP_SIZE + lane];
-  check_races(m.cells[offset >> m.shift], *w.current, number_of(pc, array, Kind::READ), array, offset, bytes);
-  note(m.cells[offset >> m.shift].reads, *w.current, number_of(pc, array, Kind::READ));
+  Cell& c = m.cells[offset >> m.shift];
+  const Viewer viewer(*w.current);
+  const uint16_t access = number_of(pc, array, Kind::READ);
+  check_races(c, viewer, Kind::READ, access, array, offset, bytes);
+  note(c.reads, viewer, access);
   w.current = self;
 }
 
@@ -185,12 +213,11 @@ void copy_has_landed(Fiber& f, const Copy& copy) {
   const uint64_t offset = copy.to - m.base;
   const uint16_t access = number_of(copy.pc, SHARED, Kind::COPY);
   for (uint64_t i = offset >> m.shift; i <= (offset + copy.bytes - 1) >> m.shift; i++) {
-    note_write(m.cells[i], f, access, 16);
-    m.cells[i].copying = false;
+    note_write(m.cells[i], f, access, 16, false);
   }
   each_source(copy, [&](Cell& c, int array) {
     c.sources--;
-    note(c.reads, f, number_of(copy.pc, array, Kind::SOURCE));
+    note(c.reads, Viewer(f), number_of(copy.pc, array, Kind::SOURCE));
   });
   f.worked = f.now;
 }

@@ -11,7 +11,7 @@
 namespace sim {
 
 constexpr int M = 64, K = 16, MOST_N = 256;
-constexpr int CHUNK = 8;                     // elements: 16 bytes, which stay together in every layout
+constexpr int CHUNK_LENGTH = 8;              // elements: 16 bytes, which stay together in every layout
 
 // -------------------------------------------------------------------------------- where operands lie
 struct Descriptor {
@@ -57,8 +57,8 @@ static void check_descriptor(uint64_t d, const char* operand, Site site) {
 // f(chunk's offset, mn, k) for all of a matrix of `rows` x 16, mn from `first` on
 template <class F> static void each_chunk(uint64_t d, bool mn_major, int first, int rows, F f) {
   const Descriptor descriptor(d);
-  for (int mn = first; mn < first + rows; mn += mn_major ? CHUNK : 1)
-    for (int k = 0; k < K; k += mn_major ? 1 : CHUNK) f(descriptor.chunk(mn_major, mn, k), mn, k);
+  for (int mn = first; mn < first + rows; mn += mn_major ? CHUNK_LENGTH : 1)
+    for (int k = 0; k < K; k += mn_major ? 1 : CHUNK_LENGTH) f(descriptor.chunk(mn_major, mn, k), mn, k);
 }
 
 void each_operand_chunk(uint64_t descriptor, bool mn_major, int first, int rows,
@@ -76,22 +76,22 @@ static void check_chunks(uint64_t d, bool mn_major, int rows, const char* operan
 }
 
 // -------------------------------------------------------------------------------- the products
-struct Matrices {
+struct Factors {
   float A[M][K], B[K][MOST_N], D[M][MOST_N];
 };
 
 template <class Format, class F>
 static void widen_chunks(const Worker& w, uint64_t d, bool mn_major, int rows, F element) {
   each_chunk(d, mn_major, 0, rows, [&](size_t offset, int mn, int k) {
-    uint16_t chunk[CHUNK];
+    uint16_t chunk[CHUNK_LENGTH];
     memcpy(chunk, w.shared + offset, sizeof chunk);
-    for (int i = 0; i < CHUNK; i++)
+    for (int i = 0; i < CHUNK_LENGTH; i++)
       (mn_major ? element(mn + i, k) : element(mn, k + i)) = Format::widen(chunk[i]);
   });
 }
 
 // f(element of the thread's D, element of the matrix)
-template <class F> static void each_of_D(const Wgmma& p, Matrices& m, F f) {
+template <class F> static void each_of_D(const Wgmma& p, Factors& m, F f) {
   for (int thread = 0; thread < WARPGROUP_SIZE; thread++) {
     const int row = thread / 32 * 16 + thread % 32 / 4, col = thread % 4 * 2;
     for (int n = 0; n < p.shape.n / 8; n++)
@@ -99,7 +99,7 @@ template <class F> static void each_of_D(const Wgmma& p, Matrices& m, F f) {
   }
 }
 
-template <class Format> static void load_operands(const Worker& w, const Wgmma& p, Matrices& m) {
+template <class Format> static void load_operands(const Worker& w, const Wgmma& p, Factors& m) {
   if (p.A_in_registers)
     for (int thread = 0; thread < WARPGROUP_SIZE; thread++)
       for (int i = 0; i < 4; i++) {
@@ -117,7 +117,7 @@ template <class Format> static void load_operands(const Worker& w, const Wgmma& 
 #if defined(__x86_64__) && defined(__linux__)
 __attribute__((target_clones("avx2", "default"), optimize("O3")))
 #endif
-static void multiply(Matrices& m, int columns) {
+static void multiply(Factors& m, int columns) {
   for (int row = 0; row < M; row++)
     for (int k = 0; k < K; k++) {
       const float a = m.A[row][k];
@@ -127,9 +127,9 @@ static void multiply(Matrices& m, int columns) {
 
 // The first `count` products that are not done. Those that follow each other on the same D keep it.
 static void do_products(Worker& w, Warpgroup& g, size_t count) {
-  static thread_local std::unique_ptr<Matrices> matrices;
-  if (!matrices) matrices = std::make_unique<Matrices>();
-  Matrices& m = *matrices;
+  static thread_local std::unique_ptr<Factors> matrices;
+  if (!matrices) matrices = std::make_unique<Factors>();
+  Factors& m = *matrices;
   const Wgmma* before = nullptr;
   for (Wgmma& p : g.products) {
     if (p.done || !count) continue;
