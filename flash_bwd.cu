@@ -74,7 +74,7 @@
 //   stages/bwd_27_persistent.cuh         as many blocks as multiprocessors; the next tile's K, V, Q, dO come
 //                                        while dK, dV are stored
 //   stages/bwd_28_whole_tiles.cuh        whole tiles have a loop of their own, which never asks the mask
-//   stages/bwd_29_hopper_tuned.cuh       what is left: early launches, TMA stores, fewer looks at the mask
+//   stages/bwd_29_hopper_tuned.cuh       what is left: early launches, TMA stores
 //   stages/bwd_30_exchanged_tuned.cuh    (after half_tiles) what is left: TMA stores, a cluster for each
 //                                        query head, order of blocks, early launches
 // The lines at a stage's start, and the two functions that it defines, are those of a forward stage.

@@ -1,5 +1,5 @@
 // Backward stage 29: hopper_tuned
-// idea:    what is left: early launches, TMA stores, fewer looks at the mask
+// idea:    what is left: early launches, TMA stores
 // types:   fp16, bf16
 // needs:   sm_90a
 // after:   whole_tiles
@@ -26,8 +26,6 @@
 //   - Early launches (common/launch.cuh): each kernel may start before the one ahead of it has ended, sets up
 //     its barriers and asks for K and V before it waits. (The kernel before prepare_kernel has ended by then,
 //     as that one is a launch like any other.)
-//   - Only tiles that the mask cuts, or that reach past the last row or key, look at it; one that reads
-//     tensors is asked before the tile of Q is there (common/clear_unseen.cuh).
 //   - Deterministic on request, as in ordered_dq: eight copies of dQ_accum, and a launch for eight tiles of
 //     keys at a time. So each number of a copy gets one addend a launch; a block then has one query head.
 //
@@ -44,7 +42,7 @@
 // HBM traffic without caches (hbm, above): as in whole_group; deterministic, as in ordered_dq. At d > 128 a
 // thread spills some bytes, which it loads once an item.
 //
-// Changed from persistent: these.
+// Changed from whole_tiles: these.
 #pragma once
 #include "common/bulk_sums.cuh"
 #include "common/clear_unseen.cuh"

@@ -156,7 +156,7 @@ def test_many_heads(kernel):
     check_gradients(run(kernel, q, k, v, do), q, k, v, do)
 
 
-@pytest.mark.parametrize("stage", ["whole_group", "persistent", "hopper_tuned"])
+@pytest.mark.parametrize("stage", ["whole_group", "persistent", "whole_tiles", "hopper_tuned"])
 @pytest.mark.parametrize("mask", ["bottom", None])
 @pytest.mark.parametrize("H, H_kv, d, B, on_gpu",
                          [(6, 2, 64, 9, 400), (3, 1, 128, 9, 400), (8, 1, 64, 3, 132)])
@@ -169,7 +169,7 @@ def test_blocks_with_several_query_heads(H, H_kv, d, B, on_gpu, mask, stage, dev
     check_gradients(run((stage, False), q, k, v, do, *options), q, k, v, do, *options)
 
 
-@pytest.mark.parametrize("stage", ["persistent", "hopper_tuned"])
+@pytest.mark.parametrize("stage", ["persistent", "whole_tiles", "hopper_tuned"])
 @pytest.mark.parametrize("H, H_kv, N_q, N_k, d, diagonal", [
     (2, 2, 70, 520, 64, 0),        # a tile of keys that some rows see, then four that none sees
     (4, 1, 140, 300, 128, 100),    # blocks of one query head, which write parts
@@ -186,7 +186,7 @@ def test_a_block_takes_one_tile_of_keys_after_the_other(H, H_kv, N_q, N_k, d, di
         assert all((x[:, :, N_q:] == 0).all() for x in gradients[1:])
 
 
-@pytest.mark.parametrize("stage", ["persistent", "hopper_tuned"])
+@pytest.mark.parametrize("stage", ["persistent", "whole_tiles", "hopper_tuned"])
 def test_dk_and_dv_have_the_same_bits_each_time(stage, device, monkeypatch):
     """Whichever block makes them. In dQ blocks add in any order."""
     B, N, repeats = (20, 700, 50) if device == "cuda" else (1, 200, 4)

@@ -274,7 +274,7 @@ def test_a_cluster_walks_through_the_keys_of_both_blocks(name, stage, device):
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("name, stage", [("window", "hopper_tuned"), ("window", "persistent"),
+@pytest.mark.parametrize("name, stage", [("window", "hopper_tuned"), ("window", "whole_tiles"),
                                          ("causal_and_document", "hopper_tuned"),
                                          ("causal_and_document", "persistent")])
 def test_masks_at_the_end_of_hoppers_backward(name, stage, device):
