@@ -20,7 +20,7 @@ sys.path.insert(0, str(ROOT))
 import flash  # noqa: E402
 from flash_ladder.bench import staircase  # noqa: E402
 
-RUNGS = ROOT / "results" / "h100" / "rungs.json"
+RUNGS = ROOT / "results" / "h200" / "rungs.json"
 COLUMNS = 110
 CONTINUED = "//          "      # as flash_ladder/registry.py reads it
 

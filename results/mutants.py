@@ -93,6 +93,7 @@ MORE_BACKWARD = [
     (1, 2, 1, 130, 140, 72, -20, (64, 128), ""),     # which share the columns of dQ; heads, too, share keys
     (1, 1, 1, 260, 80, 40, 0, (128, 128), ""),       # and here its rows
     (1, 2, 1, 60, 70, 40, 0, (64, 64), ""),          # one whose keys no row sees
+    (1, 4, 4, 130, 140, 72, 0, (64, 128), ""),       # several tiles of keys a block, none of them in parts
 ]
 # For those of one size: four tiles of Q and more. Where two blocks are a cluster, both have keys; or the last
 # cluster's second one has none.

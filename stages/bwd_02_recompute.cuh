@@ -10,7 +10,7 @@
 // shared:  8 * (Br * d + Bc * (d + 1) + Br * Bc)
 // workspace: D
 // hbm:     4 * B * (4 * H_kv * N_k * d + H * N_q * (Tc * (4 * d + 2) + 3 * d + 2))
-// measured: 58.09x at d=64 causal, 30.44x full at N=4096; 35.10x at d=64 causal, 22.81x full at N=1024 (H100,
+// measured: 54.30x at d=64 causal, 28.39x full at N=4096; 34.44x at d=64 causal, 22.58x full at N=1024 (H200,
 //          fp32; make readme)
 //
 // FlashAttention-2, Algorithm 2. S, P, dP and dS, N x N, are gone from HBM: one tile of each exists at a

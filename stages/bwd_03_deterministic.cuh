@@ -11,7 +11,7 @@
 // workspace: D
 // hbm:     4 * B * (4 * H_kv * N_k * d + H * (N_q * (Tc * (2 * d + 4) + 5 * d + 2) + 2 * Tr * N_k * d))
 // measured: 0.62x at d=64 causal, 0.62x full, 0.60x at d=128 causal, 0.61x full at N=4096; 0.60x at d=64
-//          causal, 0.61x full at N=1024 (H100, fp32; make readme)
+//          causal, 0.60x full at N=1024 (H200, fp32; make readme)
 //
 // A floating-point sum has the same bits in every run if its terms always come in the same order. In
 // recompute those of dK and dV do: one block adds them up, tile by tile. Those of dQ do not, because many

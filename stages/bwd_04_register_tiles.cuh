@@ -11,8 +11,8 @@
 // workspace: D
 // hbm:     4 * B * (5 * H_kv * N_k * d + H * N_q * (Tc * (4 * d + 2) + 3 * d + 2))
 // predicted: 1.1x at d=64, 1.4x at d=128: a third of the loads, but many take four wavefronts
-// measured: 0.77x at d=64 causal, 0.76x full, 0.95x at d=128 causal, 0.89x full at N=4096; 0.74x at d=64
-//          causal, 0.74x full at N=1024 (H100, fp32; make readme)
+// measured: 0.78x at d=64 causal, 0.76x full, 0.96x at d=128 causal, 0.90x full at N=4096; 0.75x at d=64
+//          causal, 0.74x full at N=1024 (H200, fp32; make readme)
 //
 // In recompute a lane loads 10 numbers from shared memory for 16 multiplications, and most of these loads
 // bring one number for the whole warp. Here a thread holds a piece of every product in registers: 4 x 8

@@ -11,8 +11,8 @@
 // workspace: D
 // hbm:     4 * B * (5 * H_kv * N_k * d + H * N_q * (Tc * (4 * d + 2) + 3 * d + 2))
 // predicted: 1.2x at d=64 and d=128: a quarter of the requests to HBM and of the stores to shared memory
-// measured: 1.59x at d=64 causal, 1.60x full, 1.47x at d=128 causal, 1.53x full at N=4096; 1.71x at d=64
-//          causal, 1.76x full at N=1024 (H100, fp32; make readme)
+// measured: 1.58x at d=64 causal, 1.61x full, 1.47x at d=128 causal, 1.55x full at N=4096; 1.68x at d=64
+//          causal, 1.74x full at N=1024 (H200, fp32; make readme)
 //
 // A request for 16 bytes a lane costs as many instructions as one for 4. So
 //

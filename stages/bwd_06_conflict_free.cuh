@@ -11,8 +11,8 @@
 // workspace: D
 // hbm:     4 * B * (5 * H_kv * N_k * d + H * N_q * (Tc * (4 * d + 2) + 3 * d + 2))
 // predicted: 1.4x at d=64 and d=128: half the wavefronts of reads from shared memory
-// measured: 1.15x at d=64 causal, 1.13x full, 1.23x at d=128 causal, 1.23x full at N=4096; 1.16x at d=64
-//          causal, 1.16x full at N=1024 (H100, fp32; make readme)
+// measured: 1.14x at d=64 causal, 1.14x full, 1.24x at d=128 causal, 1.23x full at N=4096; 1.15x at d=64
+//          causal, 1.15x full at N=1024 (H200, fp32; make readme)
 //
 // An H200 serves 16 bytes a lane in four wavefronts, but in two if neighbouring lanes read the same numbers
 // (results/h200/banks.json). Two arrangements make that happen for every operand:

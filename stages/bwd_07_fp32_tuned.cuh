@@ -12,8 +12,8 @@
 // workspace: D
 // hbm:     4 * B * (5 * H_kv * N_k * d + H * N_q * (Tc * (4 * d + 2) + 3 * d + 2))
 // predicted: 1.3x at d=64, 1.2x at d=128, less without a mask: no wait for Q and dO; heavy tiles first
-// measured: 1.36x at d=64 causal, 1.31x full, 1.37x at d=128 causal, 1.37x full at N=4096; 1.52x at d=64
-//          causal, 1.29x full at N=1024 (H100, fp32; make readme)
+// measured: 1.37x at d=64 causal, 1.30x full, 1.37x at d=128 causal, 1.35x full at N=4096; 1.53x at d=64
+//          causal, 1.29x full at N=1024 (H200, fp32; make readme)
 //
 // No product changes any more. What does:
 //

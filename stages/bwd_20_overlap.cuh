@@ -12,8 +12,8 @@
 //          Tr * Br * (8 * Tc * (d + 1) + 4 * d + 8)))
 // predicted: 1.15x at d=64, 1.1x at d=128: the tensor cores have work under the exponentials (a study had
 //          1.05x by dV ahead of dS and 1.03x by dK under dQ: H200, d=128, N=4096)
-// measured: 1.00x at d=64 causal, 1.00x full, 0.99x at d=128 causal, 1.00x full, 1.06x at d=256 causal, 1.05x
-//          full (H100, bf16, N=4096; make readme)
+// measured: 1.00x at d=64 causal, 1.00x full, 0.99x at d=128 causal, 1.00x full, 1.06x at d=256 causal, 1.06x
+//          full (H200, bf16, N=4096; make readme)
 //
 // So far a warpgroup has waited for both products before the exponentials, and for dV and dK before dQ. But
 // each step needs one product of those that are under way:

@@ -8,8 +8,8 @@
 // shared:  4 * (Bc * d + max(Br * d + Bc, Br * Bc))
 // workspace: S, P
 // hbm:     4 * B * H * (Tc * N_q * d + 2 * Tr * N_k * d + 6 * N_q * N_k + N_q * (d + 1))
-// measured: 14.03x at d=64 causal, 14.09x full, 11.63x at d=128 causal, 11.74x full at N=4096; 13.98x at d=64
-//          causal, 14.08x full at N=1024 (H100, fp32; make readme)
+// measured: 14.77x at d=64 causal, 14.90x full, 11.62x at d=128 causal, 11.63x full at N=4096; 14.53x at d=64
+//          causal, 14.80x full at N=1024 (H200, fp32; make readme)
 //
 // The three steps stay. What changes is who loads what: the threads of a block together copy a tile of each
 // operand to shared memory, and all of them read it there. So each number of K is loaded Tr times instead of

@@ -8,8 +8,8 @@
 // shared:  4 * (Br * d + Bc * (2 * d + 1) + Br * Bc)
 // workspace: m, l
 // hbm:     4 * B * H * (2 * N_k * d + Tc * N_q * (3 * d + 4) + N_q * (d + 5))
-// measured: 0.44x at d=64 causal, 0.21x full, 0.28x at d=128 causal, 0.14x full at N=4096; 0.57x at d=64
-//          causal, 0.32x full at N=1024 (H100, fp32; make readme)
+// measured: 0.42x at d=64 causal, 0.20x full, 0.28x at d=128 causal, 0.14x full at N=4096; 0.56x at d=64
+//          causal, 0.31x full at N=1024 (H200, fp32; make readme)
 //
 // Softmax needs the maximum and the sum of a whole row. But both can be corrected later. Take the keys of a
 // row tile by tile. Let m and l be the maximum and the sum over the tiles so far, and O the output for these

@@ -8,8 +8,8 @@
 // limits:  Br % 8 == 0; Bc % 32 == 0; (Br // 8) * (Bc // 32) <= 64
 // shared:  4 * (Br * d + Bc * (2 * d + 1) + Br * Bc)
 // hbm:     4 * B * H * (2 * Tr * N_k * d + N_q * (2 * d + 1))
-// measured: 6.59x at d=64 causal, 7.40x full, 12.09x at d=128 causal, 11.16x full at N=4096; 3.22x at d=64
-//          causal, 4.14x full at N=1024 (H100, fp32; make readme)
+// measured: 6.36x at d=64 causal, 7.29x full, 11.80x at d=128 causal, 10.95x full at N=4096; 3.20x at d=64
+//          causal, 4.13x full at N=1024 (H200, fp32; make readme)
 //
 // FlashAttention-2, Algorithm 1: the loops change places. The outer loop is over tiles of Q. No tile of O
 // depends on another one, so each is a block of its own: B * H * Tr blocks instead of B * H. The inner loop

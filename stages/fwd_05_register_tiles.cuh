@@ -9,8 +9,8 @@
 // shared:  4 * (Br * d + 2 * Bc * d + Br * Bc)
 // hbm:     4 * B * H * (2 * Tr * N_k * d + N_q * (2 * d + 1))
 // predicted: 1.3x at d=64, 1.5x at d=128: a quarter of the loads; but the stores of Q, K and P conflict
-// measured: 0.83x at d=64 causal, 0.87x full, 0.80x at d=128 causal, 0.97x full at N=4096; 0.68x at d=64
-//          causal, 0.64x full at N=1024 (H100, fp32; make readme)
+// measured: 0.85x at d=64 causal, 0.88x full, 0.81x at d=128 causal, 0.98x full at N=4096; 0.69x at d=64
+//          causal, 0.66x full at N=1024 (H200, fp32; make readme)
 //
 // In flash2 a thread has 8 x 2 numbers of S and loads 10 numbers from shared memory for 16 multiplications.
 // Here it has 8 x 8 (8 x 4 for d > 64, because O takes more registers, and 4 x 4 for d > 128) and loads 16

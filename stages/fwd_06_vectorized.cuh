@@ -9,8 +9,8 @@
 // shared:  4 * (Br * d + Bc * (d + (d + 31) // 32 * 32) + Br * Bc)
 // hbm:     4 * B * H * (2 * Tr * N_k * d + N_q * (2 * d + 1))
 // predicted: 1.6x at d=64 and d=128: a quarter of the load instructions; several loads under way at a time
-// measured: 2.23x at d=64 causal, 2.24x full, 2.37x at d=128 causal, 2.48x full at N=4096; 2.65x at d=64
-//          causal, 2.53x full at N=1024 (H100, fp32; make readme)
+// measured: 2.19x at d=64 causal, 2.20x full, 2.31x at d=128 causal, 2.42x full at N=4096; 2.57x at d=64
+//          causal, 2.45x full at N=1024 (H200, fp32; make readme)
 //
 // One instruction moves 16 bytes: 4 loads from shared memory for 64 multiplications instead of 16, a quarter
 // of the loads from HBM, and a quarter of the stores of O (common/vector.cuh).

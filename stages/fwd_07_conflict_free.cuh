@@ -9,8 +9,8 @@
 // shared:  4 * (Br * d + Bc * (d + (d + 31) // 32 * 32) + Br * Bc)
 // hbm:     4 * B * H * (2 * Tr * N_k * d + N_q * (2 * d + 1))
 // predicted: 1.3x at d=64, 1.2x at d=128: half the wavefronts of shared memory
-// measured: 1.16x at d=64 causal, 1.17x full, 1.08x at d=128 causal, 1.09x full at N=4096; 1.16x at d=64
-//          causal, 1.18x full at N=1024 (H100, fp32; make readme)
+// measured: 1.15x at d=64 causal, 1.17x full, 1.07x at d=128 causal, 1.09x full at N=4096; 1.16x at d=64
+//          causal, 1.17x full at N=1024 (H200, fp32; make readme)
 //
 // Two layouts change, and nothing else.
 //

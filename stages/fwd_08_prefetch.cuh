@@ -9,8 +9,8 @@
 // shared:  4 * (Br * d + Bc * (d + (d + 31) // 32 * 32) + Br * Bc)
 // hbm:     4 * B * H * (2 * Tr * N_k * d + N_q * (2 * d + 1))
 // predicted: 1.1x at d=64, 1x at d=128: no wait for K; but at d > 64 no registers are left for it
-// measured: 0.99x at d=64 causal, 1.01x full, 1.00x at d=128 causal, 0.99x full at N=4096; 1.00x at d=64
-//          causal, 1.01x full at N=1024 (H100, fp32; make readme)
+// measured: 1.00x at d=64 causal, 1.01x full, 1.00x at d=128 causal, 0.99x full at N=4096; 1.01x at d=64
+//          causal, 1.01x full at N=1024 (H200, fp32; make readme)
 //
 // A load and the store that needs its result are taken apart: stage_tile asks HBM for K_j+1 before the
 // product P V, and store_tile puts it into shared memory after that. In between the numbers are in registers,

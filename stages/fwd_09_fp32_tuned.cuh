@@ -11,8 +11,8 @@
 // shared:  4 * (Br * d + Bc * (d + (d + 31) // 32 * 32) + Br * Bc)
 // hbm:     4 * B * H * (2 * Tr * N_k * d + N_q * (2 * d + 1))
 // predicted: causal 1.25x at d=64, 1.15x at d=128, without a mask 1.1x: fewer instructions a score, less tail
-// measured: 1.31x at d=64 causal, 1.12x full, 1.24x at d=128 causal, 1.08x full at N=4096; 1.63x at d=64
-//          causal, 1.46x full at N=1024 (H100, fp32; make readme)
+// measured: 1.30x at d=64 causal, 1.12x full, 1.25x at d=128 causal, 1.08x full at N=4096; 1.63x at d=64
+//          causal, 1.46x full at N=1024 (H200, fp32; make readme)
 //
 // Constants, order and scheduling. The algorithm and the layouts are prefetch's.
 //

@@ -13,8 +13,8 @@
 // workspace: the number of tiles that clusters have asked for
 // hbm:     4 * B * H * (Tr * N_k * d + N_q * (d + 1))
 // predicted: 1.3x with a causal mask at N=2048, 1.1x at N=4096; 1.0x without
-// measured: 0.76x at d=64 causal, 0.99x full, 1.21x at d=128 causal, 0.95x full, 1.14x at d=256 causal, 1.00x
-//          full (H100, bf16, N=4096; make readme)
+// measured: 0.77x at d=64 causal, 0.97x full, 1.20x at d=128 causal, 0.97x full, 1.15x at d=256 causal, 1.00x
+//          full (H200, bf16, N=4096; make readme)
 //
 // A cluster's turns were settled: the longest tiles first, there and back. With unequal tiles that was no
 // match for a ticket (H100, bf16, causal, d=256, N = 2048 / 4096 / 16384: 442 / 631 / 816 TFLOP/s,

@@ -243,7 +243,7 @@ def staircase(stage: str, direction: str = "fwd", last: int = 8) -> None:
     if found is None:
         raise ValueError(f"staircase(): there is no {direction} stage {stage!r}")
     names = [s.name for s in flash.lineage(found)][::-1]
-    show(draw_staircase(results("h100/rungs"), names[-last:], direction))
+    show(draw_staircase(results("h200/rungs"), names[-last:], direction))
 
 
 def exercises(lesson: str) -> Markdown:

@@ -35,10 +35,11 @@ __device__ __forceinline__ void clear_unseen(float (&P_reg)[n_tiles][4], const M
   }
 }
 
-// step(t, cut) for each tile of Q that sees something of tile j; n counts them. Tiles that the mask cuts, then
-// whole ones, then cut ones again: so whole tiles have a loop of their own, in which nothing asks the mask.
+// step(t, cut) for each tile of Q that sees something of tile j; n counts them. First those that the mask
+// cuts, then whole ones, then cut ones again: whole tiles have a loop of their own, which asks no mask.
 template <class Tiles, class Step>
-__device__ __forceinline__ void for_each_tile(const Mask& mask, const Tiles& tiles, int j, int& n, Step step) {
+__device__ __forceinline__ void for_each_tile(const Mask& mask, const Tiles& tiles, int j, int& n,
+                                              Step step) {
   int t = tiles.first;
   for (; t < tiles.end && mask.cuts(tiles, t, j); t++, n++) step(t, true);
   for (; t < tiles.end && !mask.cuts(tiles, t, j); t++, n++) step(t, false);
