@@ -107,9 +107,9 @@ def poisoned():
     guarded = []
     empty, empty_like = torch.empty, torch.empty_like
 
-    def poisoned_empty_like(x):
-        if x.device.type == "meta":
-            return empty_like(x)
+    def poisoned_empty_like(x, device=None):
+        if "meta" in (x.device.type, device):
+            return empty_like(x, device=device)
         strides = empty_like(x, device="meta").stride()
         extent = 1 + sum((size - 1) * stride for size, stride in zip(x.shape, strides)) if x.numel() else 0
         size = extent * x.element_size() + 2 * GUARD_BYTES

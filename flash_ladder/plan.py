@@ -334,16 +334,16 @@ def forward_outputs(q: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, tor
     return empty_output(q, v), torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
 
 
-def empty_like(x: torch.Tensor) -> torch.Tensor:
+def empty_like(x: torch.Tensor, device: str | None = None) -> torch.Tensor:
     """PyTorch's, but where that would take a row apart, as it may if x is expanded: contiguous."""
-    like = torch.empty_like(x)
-    return like if like.stride(3) == 1 else torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    like = torch.empty_like(x) if device is None else torch.empty_like(x, device=device)
+    return like if like.stride(3) == 1 else torch.empty(x.shape, dtype=x.dtype, device=device or x.device)
 
 
 def empty_output(q: torch.Tensor, v: torch.Tensor, device: str | None = None) -> torch.Tensor:
     """O: of q's layout, with v's columns. device: "meta" for the layout without memory; default: q's."""
     if v.shape[3] == q.shape[3]:
-        return empty_like(q if device is None else q.detach().to(device))
+        return empty_like(q, device)      # of a tensor on "meta" PyTorch would import sympy to make one
     on = q.device if device is None else device
     B, H, N, d_v = *q.shape[:3], v.shape[3]
     if q.stride(1) < q.stride(2):                            # (B, N, H, d), seen the other way

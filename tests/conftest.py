@@ -1,6 +1,7 @@
 """What the tests share: the devices to run on, the reference in float64, and outputs that start as NaN."""
 
 import contextlib
+import gc
 import itertools
 import math
 import os
@@ -9,6 +10,8 @@ import sys
 from pathlib import Path
 
 import pytest
+
+gc.disable()  # what is imported and collected stays; see pytest_collection_finish()
 
 if "PYTEST_XDIST_WORKER" in os.environ:  # the workers share the cores, and PyTorch's threads wait busily
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # for each other: test_forward took 4 times the CPU time
@@ -65,6 +68,12 @@ def pytest_collection_modifyitems(items):
             item.add_marker(pytest.mark.slow)
         if item.path.name not in IN_PIECES:
             item.add_marker(pytest.mark.xdist_group(item.path.name))
+
+
+def pytest_collection_finish():
+    """Garbage is looked for among what tests make: not, time and again, among a million objects that stay."""
+    gc.freeze()
+    gc.enable()
 
 
 EMPTY = torch.empty, torch.empty_like

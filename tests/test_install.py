@@ -56,8 +56,8 @@ class Environment:
         subprocess.run([*PIP, "--python", str(self.python), "install", *OFFLINE, *map(str, what)], check=True)
 
     def has_simulator(self, folder: Path) -> None:
-        """Copy the simulator's library, which takes half a minute to build, to a folder of builds. A build's
-        name has a hash of its sources: it is taken only if those that were installed are the tree's.
+        """Copy the simulator's library, which takes 15 s of CPU time to build, to a folder of builds. A
+        build's name has a hash of its sources: it is taken only if those that were installed are the tree's.
         """
         library = flash.build_simulator().parent
         shutil.copytree(library, folder / library.name, ignore=shutil.ignore_patterns("*.o"),

@@ -1,5 +1,6 @@
 """The notebooks: each runs from a clean kernel, and what it shows is what is committed."""
 
+import functools
 import html
 import re
 import time
@@ -143,15 +144,20 @@ def test_times_need_a_gpu(monkeypatch):
 WITHOUT_A_LESSON = [("bwd", name) for name in SIDE_BRANCH]
 
 
+@functools.cache
+def html_of_lessons() -> list[str]:
+    """All that the lessons show as HTML."""
+    return [output["data"]["text/html"] for file in FILES for cell in read(file).cells
+            for output in cell.get("outputs", []) if "text/html" in output.get("data", {})]
+
+
 @pytest.mark.parametrize("stage", [stage for stage in flash.stages()
                                    if stage.after and (stage.direction, stage.name) not in WITHOUT_A_LESSON],
                          ids=str)
 def test_a_lesson_shows_what_each_rung_changes(stage):
     """Its difference from its parent, as it is now."""
     title = flash.diff(stage).title
-    shown = [output["data"]["text/html"] for file in FILES for cell in read(file).cells
-             for output in cell.get("outputs", []) if "text/html" in output.get("data", {})]
-    assert [text for text in shown if html.escape(title) in text]
+    assert [text for text in html_of_lessons() if html.escape(title) in text]
 
 
 @pytest.mark.parametrize("file", [file for file in FILES if file.stem[:2] > "01"], ids=lambda file: file.stem)

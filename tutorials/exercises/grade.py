@@ -18,8 +18,8 @@ from pathlib import Path
 import torch
 
 import flash
+from flash_ladder import plan
 from flash_ladder.devices import multiprocessors
-from flash_ladder.operators import as_arguments
 from flash_ladder.reference import reference
 from flash_ladder.simulator.records import Access
 from flash_ladder.simulator.tables import format_bytes
@@ -164,11 +164,11 @@ def call(exercise: Exercise, answer: Answer, case: Case) -> dict[str, torch.Tens
                                  return_lse=True, **tiles)
         return {"O": o, "L": lse}
     o, lse = reference(q.double(), k.double(), v.double(), case.visible, case.scale)
-    visible = as_arguments(mask.bind(q, k) if mask else case.diagonal)
-    *found, _ = torch.ops.flash.backward(q, k, v, o.to(dtype), lse.float(), do, dlse, *visible, case.scale,
-                                         str(stage.path), exercise.deterministic, tiles["Br"], tiles["Bc"],
-                                         [], [])
-    return dict(zip(("dQ", "dK", "dV"), found, strict=True))
+    visible = mask.bind(q, k) if mask else case.diagonal
+    chosen = plan.choose(stage.path, q, "bwd", exercise.deterministic, visible, **tiles)
+    found = plan.backward(q, k, v, o.to(dtype), lse.float(), do, dlse, visible, case.scale, *chosen,
+                          exercise.deterministic)
+    return dict(zip(("dQ", "dK", "dV"), found, strict=False))  # without the mask's
 
 
 def inspected(exercise: Exercise, answer: Answer, case: Case) -> tuple[dict, flash.Report, str]:
@@ -287,8 +287,7 @@ def take_score(exercise: Exercise, answer: Answer, verdict: Verdict) -> None:
     """HBM bytes and wavefronts of one call beside the reference's."""
     case = exercise.calls.score
     scores, shared, reports = [], [], []
-    for one in (answer, reference_of(exercise)):
-        _, report = watched(exercise, one, case)
+    for report in (watched(exercise, answer, case)[1], report_of_reference(exercise)):
         shared.append([a for a in report.accesses if a.memory == "shared"])
         reports.append(report)
         scores.append({"hbm": report.hbm.total, "wavefronts": sum(a.units for a in shared[-1]),
@@ -320,6 +319,18 @@ def take_score(exercise: Exercise, answer: Answer, verdict: Verdict) -> None:
             f"the reference: {shown(name, theirs[name])}, not {shown(name, ours[name])}. {where}"
             "`with flash.inspect() as report:` around a call shows which line asks for them.\n\n"
             f"In the call {case}."))
+
+
+_of_references: dict[tuple, flash.Report] = {}
+
+
+def report_of_reference(exercise: Exercise) -> flash.Report:
+    """Of the call that the score is taken of: once in a process, for all exercises with this one."""
+    reference, case = reference_of(exercise), exercise.calls.score
+    key = reference.stage.path, reference.mask, case, *sorted(exercise.tiles.items()), exercise.deterministic
+    if key not in _of_references:
+        _of_references[key] = watched(exercise, reference, case)[1]
+    return _of_references[key]
 
 
 def without_mask(exercise: Exercise, case: Case) -> int:
