@@ -284,7 +284,7 @@ def test_readme_is_short():
     lines = README.read_text().splitlines()
     print(f"README.md: {len(lines)} lines")
     assert len(lines) <= 150
-    assert any("results/h100/rungs_" in line for line in lines[:10])
+    assert any("results/h200/rungs_" in line for line in lines[:10])
     assert next(n for n, line in enumerate(lines) if line.startswith("| stage |")) < 20
     assert not [line for line in lines if len(line) > 130 and not line.startswith(("|", "![", "TFLOP/s"))]
     assert "shields.io" not in README.read_text() and "badge" not in README.read_text().lower()
