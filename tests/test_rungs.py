@@ -16,7 +16,7 @@ import headers  # noqa: E402
 import readme  # noqa: E402
 
 MEASURED = headers.measured_rungs()
-needs_measurement = pytest.mark.skipif(not MEASURED, reason="no results/h100/rungs.json yet")
+needs_measurement = pytest.mark.skipif(not MEASURED, reason="no results/h200/rungs.json yet")
 TREE = {"naive": "", "flash2": "naive", "tiles": "flash2", "tuned": "tiles", "side": "naive",
         "wmma": "flash2", "mma": "wmma", "ampere": "mma", "tma": "mma", "hopper": "tma"}
 DEFAULTS = {"tuned": "any GPU", "ampere": "sm_80", "hopper": "sm_90a"}
@@ -353,14 +353,14 @@ def test_renewing_headers(tmp_path, monkeypatch):
 def test_part_of_readme(tmp_path, monkeypatch):
     """Only if it is measured: the pictures, and beside what was predicted the least and the greatest gain."""
     monkeypatch.setattr(readme, "RESULTS", tmp_path)
-    (tmp_path / "h100").mkdir()
+    (tmp_path / "h200").mkdir()
     assert readme.rungs() == ""
     naive = row("naive", 0.5)
     flash2 = row("flash2", 10.0) | {"after": "naive"}
     data = result(naive, flash2, naive | {"causal": False}, flash2 | {"causal": False, "tflops": 12.0})
-    rungs.write(data, tmp_path / "h100" / "rungs.json")
+    rungs.write(data, tmp_path / "h200" / "rungs.json")
     text = readme.rungs()
-    assert "![TFLOP/s by rung: forward, fp32](results/h100/rungs_fwd_fp32.png)" in text
+    assert "![TFLOP/s by rung: forward, fp32](results/h200/rungs_fwd_fp32.png)" in text
     assert re.search(r"^\| flash2 \| online_softmax \| .* \| 20\.00× to 24\.00× \|$", text, re.M)
     assert re.search(r"^\| naive \| - \| .* \| - \|$", text, re.M)
     assert "measured on 2030-01-02 by `python bench.py --rungs`" in text

@@ -124,7 +124,7 @@ class Source:
         return found[1] or found[2] if found else ""
 
     def _enclosing(self, line: int) -> str:
-        """The name of the lambda around a line, if there is one."""
+        """The name of the lambda around a line, if there is one; of a whole `step` that says nothing."""
         def indent(text: str) -> int:
             return len(text) - len(text.lstrip())
         most = indent(self.text(line)) + (re.match(r"\s*auto \w+ = \[", self.text(line)) is not None)
@@ -132,7 +132,7 @@ class Source:
             if text.strip() and not text.lstrip().startswith("#") and indent(text) < most:
                 most = indent(text)
                 if found := re.match(r"\s*auto (\w+) = \[", text):
-                    return found[1]
+                    return found[1].removeprefix("step")
         return ""
 
 
