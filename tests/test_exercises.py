@@ -40,10 +40,11 @@ def on_the_cpu(monkeypatch):
     monkeypatch.delenv("FLASH_SIM_SEED", raising=False)
 
 
-def of_one_stage(exercises, mutants=lambda exercise: [()]):
-    """Parameters. One worker has all of a stage: they share what is built, and what is inspected."""
+def of_one_exercise(exercises, mutants=lambda exercise: [()]):
+    """Parameters. One worker has all of an exercise: they share what is built, and what is inspected. (All
+    of a stage would be so much that the other worker waits at the end.)"""
     return [pytest.param(e, *(mutant[1:]), id="-".join([e.file_name[:-4], *map(str, mutant[:1])]),
-                         marks=pytest.mark.xdist_group(f"exercises of {e.compiled_with}"))
+                         marks=pytest.mark.xdist_group(f"exercise {e.number}"))
             for e in exercises for mutant in mutants(e)]
 
 
@@ -130,7 +131,7 @@ def calls_of(exercise: Exercise) -> tuple:
 FIRST = {e.number: next(first for first in EXERCISES if calls_of(first) == calls_of(e)) for e in EXERCISES}
 
 
-@pytest.mark.parametrize("exercise", of_one_stage(EXERCISES))
+@pytest.mark.parametrize("exercise", of_one_exercise(EXERCISES))
 def test_the_reference_passes(exercise, tmp_path):
     """Of exercises whose solved files are the same code (by test_the_learners_file) one makes their cases;
     the rest of each check is its own."""
@@ -158,7 +159,7 @@ def tried(exercise: Exercise) -> list[tuple[int, Mutant]]:
     return right[:2] + [(n, m) for n, m in mutants if not m.right_on_randn][:1]
 
 
-@pytest.mark.parametrize("exercise, mutant", of_one_stage(EXERCISES, tried))
+@pytest.mark.parametrize("exercise, mutant", of_one_exercise(EXERCISES, tried))
 def test_a_wrong_answer_is_refused_for_the_right_reason(exercise, mutant, tmp_path, monkeypatch):
     text = exercise.learners_file() if exercise.is_hunt else exercise.solved()
     for change in mutant.changes:
