@@ -16,19 +16,19 @@
 // measured: 1.04x at d=64 causal, 1.02x full, 1.02x at d=128 causal, 1.02x full, 1.00x at d=256 causal, 1.00x
 //          full (H200, bf16, N=4096; make readme)
 //
-// Each step asked the mask about each of its elements, or whether it cuts the tile: at least a comparison and
-// a branch between two products, around which ptxas arranges nothing anew. But few tiles are cut: causal,
-// those on the diagonal, the first ones of a tile of keys; those of the last rows; with a window, both ends.
+// Each step asked the mask about each of its elements: a comparison and a choice for each of a lane's 32 or
+// 64, between two products. But few tiles are cut: causal, those on the diagonal, with which a tile of keys
+// begins; those of the last rows; with a window, both ends. (At d > 128 a thread spills 8 bytes.)
 //
 // So a step is a lambda, step(t, cut), and there are three loops of it (for_each_tile, common/
 // clear_unseen.cuh): over tiles that the mask cuts, over whole ones, and over cut ones again. The compiler
 // makes three copies of a step, and the one for whole tiles knows nothing of the mask. The others write zeros
 // where nobody sees. A mask that reads tensors is asked before the tile of Q is there (seen_of).
 //
-// In hopper_tuned, H200, bf16, one run, TFLOP/s before and with the three loops, N = 2048 / 4096 / 16384:
-// causal d=64 416 / 491 / 537 -> 420 / 489 / 538, d=128 494 / 581 / 621 -> 503 / 590 / 632; full d=64 493 /
-// 517 / 539 -> 499 / 527 / 541, d=128 587 / 622 / 615 -> 593 / 618 / 624. (Two copies, in a loop over both
-// loops, spill 112 to 180 bytes.)
+// In hopper_tuned, with a branch in each step -> with three loops (H200, bf16, one run, TFLOP/s, N = 2048 /
+// 4096 / 16384): causal d=64 416 / 491 / 537 -> 420 / 489 / 538, d=128 494 / 581 / 621 -> 503 / 590 / 632;
+// full d=64 493 / 517 / 539 -> 499 / 527 / 541, d=128 587 / 622 / 615 -> 593 / 618 / 624. (Two copies, in a
+// loop over both loops, spill 112 to 180 bytes.)
 //
 // HBM traffic without caches (hbm, above): as in whole_group.
 //

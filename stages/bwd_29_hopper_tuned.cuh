@@ -30,10 +30,10 @@
 //     keys at a time. So each number of a copy gets one addend a launch; a block then has one query head.
 //
 // Lost (H100, bf16, full, N=2048): dQ ahead of dK (d=128 498 -> 488; d=64 462 -> 456), dQ by halves (d=128
-// 485; d=64 423), L and D in the order of lanes, four in a load (d=64 395 -> 375), the last block of a head
-// rounding dQ instead of another kernel (d=128 566 -> 549). dV, or dK, in two groups, the first one under the
-// exponentials of the second: as before. The next S under the end of a tile gave d=64 395 -> 401, but with
-// turns ptxas serialises it.
+// 485; d=64 423; an H200: 489 -> 441), L and D in the order of lanes, four in a load (d=64 395 -> 375), the
+// last block of a head rounding dQ instead of another kernel (d=128 566 -> 549). dV, or dK, in two groups,
+// the first one under the exponentials of the second: as before. The next S under the end of a tile gave d=64
+// 395 -> 401, but with turns ptxas serialises it.
 //
 // It takes dropout, a sink and a V of d_v < d columns: the maps of V and dO have d_v columns, so the engine
 // fills up with zeros. With dropout dP starts from 0, as D is subtracted after some of dP is dropped. And dV

@@ -132,7 +132,7 @@ class Source:
             if text.strip() and not text.lstrip().startswith("#") and indent(text) < most:
                 most = indent(text)
                 if found := re.match(r"\s*auto (\w+) = \[", text):
-                    return found[1].removeprefix("step")
+                    return "" if found[1] == "step" else found[1]
         return ""
 
 
