@@ -75,8 +75,9 @@ SERIALISED = "(C75"     # ptxas's remarks on wgmma: C7508 to C7520 all mean that
 @pytest.mark.parametrize("stage, deterministic, architecture", BUILDS)
 def test_compiles_without_spills(stage, deterministic, architecture, tmp_path):
     """No warning; every array in registers: no stack frame, no spilled byte. Of the defaults, with all
-    the tiles that calls get there; and more cases for the GPU that they are measured on. Of the others one
-    case for each architecture, and two for that; of Hopper's test_timeline.py has the third, d = 128."""
+    the tiles that calls get there; and more cases for the GPU that they are measured on, with those of large
+    calls. Of the others one case for each architecture, and two for that; of Hopper's test_timeline.py has
+    the third, d = 128."""
     cases = [(64, True), (128, False), (256, True)]
     if not stage.default and stage.needs == "sm_90a":
         cases = cases[::2]
@@ -84,20 +85,24 @@ def test_compiles_without_spills(stage, deterministic, architecture, tmp_path):
         cases = cases[stage.number % 2:][:2] if architecture == "sm_90a" else cases[:1]
     if stage.name in (*SIDE_BRANCH, *MULTICAST):       # for d = 256
         cases = [(256, True), (256, False)]
-    if stage.name in STREAM_K:                         # what is new there is without a mask
-        cases += [(64, False), (256, False)]
+    if stage.name in STREAM_K:                         # calls without a mask take it, and large ones
+        cases = [(64, False), (128, False), (128, True), (256, False)]
     able = types_on(architecture, stage)
     spilled: dict[tuple, bool] = {}
-    is_end = bool(stage.default) and stage.name not in MULTICAST
+    is_end = bool(stage.default) and stage.name not in (*MULTICAST, *STREAM_K)
     cases = [(d, causal, able[0] if d == 256 else able[-1]) for d, causal in cases]
+    more = []
     if is_end and architecture == "sm_90a":
-        cases += [(64, False, able[0]), (64, True, able[0]), (128, True, able[0])]
-    for d, causal, dtype in cases:
-        if not stage.default and stage.name not in STREAM_K:
+        more = [(64, False, able[0]), (64, True, able[0]), (128, True, able[0])]
+    if stage.name in STREAM_K:
+        more = [(64, False, able[0]), (128, False, able[0])]
+    for n, (d, causal, dtype) in enumerate(cases + more):
+        if not stage.default:
             chosen = [stage.default_tiles(d, causal=causal)]
         elif stage.fits(d, SHARED_MEMORY[architecture]):
+            large = n >= len(cases) or stage.name in STREAM_K
             chosen = [stage.tiles(d, SHARED_MEMORY[architecture], rows, causal, packed=packed, keys=keys)
-                      for rows, keys in ((1, 1), *LARGE) for packed in (1, 64)]
+                      for rows, keys in (LARGE[1:] if large else ((1, 1), *LARGE)) for packed in (1, 64)]
         else:
             assert d > 64
             continue
