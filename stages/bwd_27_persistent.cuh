@@ -27,12 +27,13 @@
 // on: n counts the tiles of Q that a block has had, m those of K.
 //
 // A block takes the item of its own number first, and then draws a ticket, a counter in HBM that
-// prepare_kernel has set. So who is done early takes more. Masked, the longest items come first, and of so
-// many heads at a time that L2 holds their Q, dO and sums of dQ (common/gradients.cuh). Heads that fit in L2,
-// not 16, gave (hopper_tuned, H100, bf16, one run, causal, N=16384) 546 -> 574 at d=128, 443 -> 454 at d=64;
-// nine of 64, which leave one for the end, cost 488 -> 454 at d=128, N=4096.
+// prepare_kernel has set. So who is done early takes more. With a causal mask the longest items come first,
+// and of so many heads at a time that L2 holds their Q, dO and sums of dQ (common/gradients.cuh). Heads that
+// fit in L2, not 16, gave (hopper_tuned, H100, bf16, one run, causal, N=16384) 546 -> 574 at d=128, 443 ->
+// 454 at d=64; nine of 64, which leave one for the end, cost 488 -> 454 at d=128, N=4096.
 //
-// In hopper_tuned, before and with this (H200, bf16, one run; TFLOP/s; FA3: FlashAttention-3):
+// In hopper_tuned, where causal tiles came in this order before, too: before and with this (H200, bf16, one
+// run; TFLOP/s; FA3: FlashAttention-3):
 //
 //       d                N = 2048     FA3      N = 4096     FA3      N = 16384    FA3
 //      64   full        486   504     503     518   525     532     532   535     535

@@ -25,10 +25,11 @@
 // makes three copies of a step, and the one for whole tiles knows nothing of the mask. The others write zeros
 // where nobody sees. A mask that reads tensors is asked before the tile of Q is there (seen_of).
 //
-// In hopper_tuned, with a branch in each step -> with three loops (H200, bf16, one run, TFLOP/s, N = 2048 /
-// 4096 / 16384): causal d=64 416 / 491 / 537 -> 420 / 489 / 538, d=128 494 / 581 / 621 -> 503 / 590 / 632;
-// full d=64 493 / 517 / 539 -> 499 / 527 / 541, d=128 587 / 622 / 615 -> 593 / 618 / 624. (Two copies, in a
-// loop over both loops, spill 112 to 180 bytes.)
+// In hopper_tuned, with a branch in each step (a step that asks first whether the mask cuts its tile, which
+// no rung has) -> with three loops (H200, bf16, one run, TFLOP/s, N = 2048 / 4096 / 16384): causal d=64 416
+// / 491 / 537 -> 420 / 489 / 538, d=128 494 / 581 / 621 -> 503 / 590 / 632; full d=64 493 / 517 / 539 -> 499
+// / 527 / 541, d=128 587 / 622 / 615 -> 593 / 618 / 624. (Two copies, in a loop over both loops, spill 112
+// to 180 bytes.)
 //
 // HBM traffic without caches (hbm, above): as in whole_group.
 //

@@ -15,8 +15,8 @@
 // hbm:     4 * B * H * (Tr * N_k * d + N_q * (d + 1)) + (Br * (2 * d + 128 * ceil_div(d, 16) + 52)
 //          * (multiprocessors - ceil_div(multiprocessors, Tc))
 //          if B * H * Tr > multiprocessors and B * H * Tr % multiprocessors > 0 else 0)
-// predicted: 1.03x at d=64 and d=128 full, where 16 rounds become 15.5; 1.05x at d=128 full, N=16384; 1.0x
-//          causal
+// predicted: 1.03x full, where at d=128 16 rounds become 15.5, at d=64 22 become 21.3; 1.05x at d=128 full,
+//          N=16384; 1.0x causal
 // measured: 1.00x at d=64 causal, 1.05x full, 1.00x at d=128 causal, 1.01x full, 1.00x at d=256 causal, 1.00x
 //          full (H200, bf16, N=4096; make readme)
 //
@@ -30,7 +30,8 @@
 //     share: it asks for no ticket.
 //   - A tile that is cut has two blocks. One does its last steps, before all else, and leaves O, divided by l
 //     as ever, and L. The other one does its first steps, after all else: so the flag that it waits for has
-//     been set long before.
+//     been set long before. (With less than two rounds, which calls leave to hopper_tuned, blocks wait in a
+//     chain: a part leaves in the first step of the next one, which may have to wait itself.)
 //   - Nothing is merged. As keys may come in any order, the online softmax goes on where the other block has
 //     stopped, from m = L, l = 1 and that O. (A sink is the same, with O = 0.)
 //
@@ -38,7 +39,8 @@
 //
 // In one run (H200, bf16, N = 2048 / 4096 / 16384; TFLOP/s): d=64 513 / 524 / 530 -> 535 / 549 / 541, d=128
 // 694 / 709 / 699 -> 699 / 724 / 738, d=256 742 / 776 / 792 -> 735 / 778 / 783. With few steps to divide it
-// is slower: N = 1024, B = 8, d=128 640 -> 618; N = 512, B = 4 431 -> 350.
+// is slower: N = 1024, B = 8, d=128 640 -> 618; N = 512, B = 4 431 -> 350. (hopper_tuned's 763 at d=128,
+// N = 16384, in its header, is of another run.)
 //
 // HBM traffic without caches (hbm, above): of a tile that is cut, Q comes twice, O goes to and fro in float,
 // and there are its flags, and L again. (At most: a cut may fall between two tiles.)

@@ -5,9 +5,11 @@
 #include "mask.cuh"
 #include "order.cuh"
 
-// An item is a tile of K and V and block_heads query heads that read it. Masked, the tiles that most rows see
-// come first, of as many heads as L2 holds Q, dO and sums of dQ of. A block takes the item of its own number,
-// and draws a ticket for the next one. In a deterministic launch there are as many blocks as items.
+// An item is a tile of K and V and block_heads query heads that read it. Masked, tiles come in the order of
+// their numbers (causal: those first that most rows see), of as many heads as L2 holds Q, dO and sums of dQ
+// of. (Query heads of one item count as one: a block has them one after the other.) A block takes the item of
+// its own number, and draws a ticket for the next one. In a deterministic launch there are as many blocks as
+// items.
 struct Items {
   int first_tile, tiles, block_heads, heads;     // heads: those of dispatch_order(), groups of block_heads
   int heads_together;

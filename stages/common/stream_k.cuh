@@ -10,16 +10,18 @@ constexpr bool evenly = Mask::all_keys;
 struct Steps { int first, end; };                // some of a tile's
 struct Part : Handed, Steps {};
 
-// The n-th that this block has to do: steps of the tile of this number, in the order of all; `all` if nothing
-// is left. Whole rounds come first in that order. What is left, a round or more, is `rest` tiles, whose steps
-// are divided among the blocks. Of three blocks and rest = 4:
+// The n-th that this block has to do: steps of the tile of this number, in the order of all; `all` if
+// nothing is left. In that order the first tiles, whole rounds, stay whole. What is left, a round or more,
+// is `rest` tiles, whose steps are divided among the blocks. n = 0: this block's last steps of a tile; then
+// its whole tiles, one of each round; then what else it has of the rest. Of three blocks and rest = 4:
 //
 //   tile      |      0      |      1      |      2      |      3      |
 //   block     |        2         |        1         |        0        |
 //
 // No range is shorter than a tile. So a tile has two blocks at most. The one that has its last steps does
 // them first of all, and leaves O and L. The one that has its first steps does them last of all, and starts
-// from those. The block that it waits for has a lower number: it has started, too.
+// from those. The block that it waits for has a lower number. CUDA does not promise that blocks start in that
+// order, but GPUs do it; and a launch has no more blocks than multiprocessors.
 __device__ __forceinline__ Steps share_of(int n, int all, int Tc, int& number) {
   const int blocks = gridDim.x, rounds = all / blocks - 1, rest = all - rounds * blocks;
   const bool whole = n > 0 && n <= rounds;
