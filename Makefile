@@ -11,8 +11,8 @@
 PYTHON ?= python3
 ARGS ?=
 READY := .venv/ready
-# A test that ends its worker is run once more, in another one. Without a limit that would never end.
-PYTEST := .venv/bin/python -m pytest -n logical --maxprocesses 4 --dist loadgroup --max-worker-restart=1
+# A test that ends its worker ends the run. (Given a new worker, pytest-xdist may wait for ever.)
+PYTEST := .venv/bin/python -m pytest -n logical --maxprocesses 4 --dist loadgroup --max-worker-restart=0
 
 .PHONY: bench test quick lab notebooks readme clean distclean
 

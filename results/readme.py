@@ -103,7 +103,7 @@ def speed() -> str:
         sizes = {"B": 4, "H": 2048 // d, "H_kv": 2048 // d, "N_q": 4096, "N_k": 4096, "d": d, "gradients": 0,
                  "masked": int(causal)}       # in 16 bits; in fp32 nothing depends on them
         taken = [s for s in flash.stages(direction) if s.default and s.is_for(sizes) and s.name in rows]
-        end = rows[max(taken, key=lambda s: (s.default, s.calls > "")).name]
+        end = rows[max(taken, key=lambda s: (bool(s.calls), s.default)).name]   # as best_stage()
         peers = [f"{name.removeprefix('PyTorch ')} {rows[name]['tflops']:.0f}" for name in peers_of[dtype]
                  if name in rows]
         lines.append(f"| {report.PASSES[direction]}, {dtype} | {d} | {'causal' if causal else 'full'} | "

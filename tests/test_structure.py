@@ -1,6 +1,9 @@
 """The code's shape: short modules, in Python arrows one way, an import that costs little. (-s prints it.)"""
 
 import ast
+import os
+import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -110,3 +113,23 @@ def test_module_names_do_not_clash():
     """With a user's own: beside flash.py and bench.py all is in one package."""
     at_top = {file.name for file in Path(flash.ROOT).glob("*.py")}
     assert at_top <= {"flash.py", "bench.py", "setup.py"}
+
+
+@pytest.mark.skipif(not shutil.which("make"), reason="make is missing")
+@pytest.mark.parametrize("end", ["os._exit(1)", "time.sleep(60)"])
+def test_a_test_that_ends_its_worker_has_failed(tmp_path, end):
+    """By `make test`: a run with a test that dies or hangs comes to an end, and names it."""
+    file = tmp_path / "test_these.py"
+    file.write_text("import os, time, pytest\n"
+                    "@pytest.mark.parametrize('n', range(12))\n"
+                    f"def test_it(n):\n    if n == 4: {end}\n")
+    env = {name: value for name, value in os.environ.items() if not re.match("PYTEST|MAKE|MFLAGS", name)}
+    asked = subprocess.run(["make", "-n", "test", "ARGS="], cwd=flash.ROOT, env=env, capture_output=True,
+                           text=True)
+    options = asked.stdout.splitlines()[-1].partition(" -m pytest ")[2].split()
+    assert options, asked
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", *options, "-c", flash.ROOT / "pyproject.toml", "--rootdir", tmp_path,
+         "-o", "faulthandler_timeout=1", "-p", "no:cacheprovider", file],
+        cwd=tmp_path, env=env, capture_output=True, text=True, timeout=50)
+    assert done.returncode == 1 and "FAILED test_these.py::test_it[4] - worker" in done.stdout, done.stdout

@@ -20,8 +20,9 @@ struct Part : Handed, Steps {};
 //
 // No range is shorter than a tile. So a tile has two blocks at most. The one that has its last steps does
 // them first of all, and leaves O and L. The one that has its first steps does them last of all, and starts
-// from those. The block that it waits for has a lower number. CUDA does not promise that blocks start in that
-// order, but GPUs do it; and a launch has no more blocks than multiprocessors.
+// from those. The block that it waits for runs: a launch has no more blocks than multiprocessors. (Where
+// other work has some of these it need not. Then the wait ends if blocks start in the order of their
+// numbers, which CUDA does not promise: the block has a lower one.)
 __device__ __forceinline__ Steps share_of(int n, int all, int Tc, int& number) {
   const int blocks = gridDim.x, rounds = all / blocks - 1, rest = all - rounds * blocks;
   const bool whole = n > 0 && n <= rounds;
