@@ -56,8 +56,9 @@ BROUGHT = ("tensor.cuh",)        # by flash_fwd.cu and flash_bwd.cu
 OTHER_RULES = re.compile(r"\bt < cut\b|whole_j|p\.mask\.|\bscores &&|has_gradient|unseen_by|first_tile|"
                          r"first_key\(end|is_range\) return t|low < high|min\(row, N_q|side == 0|bits_before|"
                          r"\bbits\b|first_key\(\(t")
-# Nor has one of these calls dropout, or packed sequences.
-OTHER_CALLS = ("dropout.cuh", "drop.cuh", "drop_shared.cuh", "drop_transposed.cuh", "sequences.cuh")
+# Nor has one of these calls dropout, packed sequences, or a mask that changes scores.
+OTHER_CALLS = ("dropout.cuh", "drop.cuh", "drop_shared.cuh", "drop_signed.cuh", "drop_transposed.cuh",
+               "lean_scores.cuh", "sequences.cuh")
 
 
 @dataclass(frozen=True)

@@ -31,9 +31,14 @@
 // / 527 / 541, d=128 587 / 622 / 615 -> 593 / 618 / 624. (Two copies, in a loop over both loops, spill 112
 // to 180 bytes.)
 //
+// A mask that changes scores is asked in all steps, and takes registers: with S^T and dP^T beside each other
+// ptxas serialised the products, and at d = 64 a thread spilled from 280 bytes (ALiBi) to 1432 (softcap). So
+// here dP^T starts when P^T is there, a slope has 16 bits (common/lean_scores.cuh), and P^T comes back from
+// the operand of dV: nothing is serialised, and from 0 (ALiBi) to 404 bytes (additive) are spilled.
+//
 // HBM traffic without caches (hbm, above): as in whole_group.
 //
-// Changed from persistent: this.
+// Changed from persistent: these.
 #pragma once
 #include "common/bulk_sums.cuh"
 #include "common/clear_unseen.cuh"
@@ -41,6 +46,7 @@
 #include "common/gradients.cuh"
 #include "common/items.cuh"
 #include "common/launch.cuh"
+#include "common/lean_scores.cuh"
 #include "common/mask.cuh"
 #include "common/mma.cuh"
 #include "common/pairs.cuh"
@@ -155,25 +161,26 @@ __global__ void __launch_bounds__(threads, 1) backward_kernel(
         Q_smem.wait_until_full(n);
         dO_smem.wait_until_full(n);
         if (!Mask::scores) seed(S_reg, L_i);
-        seed(dP_reg, D_i);
+        if (!Mask::scores) seed(dP_reg, D_i);
         wgmma_QK<width / 16>(S_reg, K_tile, Bc, Q_tile + buffer, !Mask::scores);
-        wgmma_QK<width / 16>(dP_reg, V_tile, Bc, dO_tile + buffer, true);
-        wgmma_wait<1>();                    // dP^T goes on
+        if (!Mask::scores) wgmma_QK<width / 16>(dP_reg, V_tile, Bc, dO_tile + buffer, true);
+        wgmma_wait<!Mask::scores>();        // dP^T goes on
 
-        float slope_reg[Br / 8][4];         // of a mask that changes scores
-        if (Mask::scores) change_scores(S_reg, slope_reg, mask, p.scale, i * Br, j * Bc + first_key, L_i);
+        // slope: of a mask that changes scores.
+        uint32_t P_frag[Br / 16][4], dS_frag[Br / 16][4], slope_frag[Br / 16][4];
+        if (Mask::scores) change_scores(S_reg, slope_frag, mask, p.scale, i * Br, j * Bc + first_key, L_i);
         for_each(S_reg, [&](float& x, int, int) { x = fast_exp2(c * x); });  // line 11: P_ij
         if (cut) clear_unseen(S_reg, mask, tiles, t, j, i * Br, j * Bc + first_key, seen);
-        uint32_t P_frag[Br / 16][4], dS_frag[Br / 16][4];
         to_A(P_frag, S_reg);
+        if (Mask::scores) seed(dP_reg, D_i);
+        if (Mask::scores) wgmma_QK<width / 16>(dP_reg, V_tile, Bc, dO_tile + buffer, true);
         wgmma_PV(dV_reg, P_frag, dO_columns + buffer);                   // line 12: + P_ij^T dO_i
         wgmma_wait<1>();                    // dP^T is there, dV goes on
 
-        for_both(S_reg, dP_reg, [&](float P, float& dP, int r, int col) {  // line 14: dS_ij
-          dP = P * dP;
-          mask.keep_gradient(dP, i * Br + col, j * Bc + first_key + r);
-        });
-        if (Mask::scores) for_both(dP_reg, slope_reg, [](float& dS, float& slope, int, int) { dS *= slope; });
+        if (Mask::scores) for_both(P_frag, S_reg, [](float P, float& x, int, int) { x = P; });
+        for_both(S_reg, dP_reg, [](float P, float& dP, int, int) { dP *= P; });    // line 14: dS_ij
+        keep_gradients(mask, dP_reg, i * Br, j * Bc + first_key);
+        if (Mask::scores) for_both(slope_frag, dP_reg, [](float slope, float& dS, int, int) { dS *= slope; });
         to_A(dS_frag, dP_reg);
         wgmma_PV(dK_reg, dS_frag, Q_columns + buffer);                   // line 16: + dS_ij^T Q_i
         if (part == 0) store_fragments(dST_smem + n % 2 * Bc * Br, dS_frag, Bc, first_key);

@@ -172,6 +172,19 @@ def test_packed_sequences_spill_little(stage, tmp_path):
 
 
 @pytest.mark.skipif(NVCC is None, reason=WHY_NOT)
+@pytest.mark.parametrize("direction, d, asked, most", [
+    ("fwd", 128, "DROPOUT", 0), ("bwd", 64, "DROPOUT", 336), ("bwd", 64, "alibi", 0)])
+def test_dropout_and_scores_on_hopper(direction, d, asked, most, tmp_path):
+    """Registers are short there: products are not serialised, and so many bytes are spilled at most."""
+    stage = flash.find_stage("hopper_tuned", torch.bfloat16, torch.device("cpu"), direction)
+    more = {asked: "1"} if asked == "DROPOUT" else {"MASK_FILE": flash.STAGES / "masks" / f"{asked}.cuh"}
+    report = compile_stage(stage, "sm_90a", d, asked == "DROPOUT", tmp_path, torch.bfloat16, more=more)
+    assert SERIALISED not in report, report
+    spilled = max(map(int, re.findall(r"(\d+) bytes spill (?:stores|loads)", report)))
+    assert spilled <= most, report
+
+
+@pytest.mark.skipif(NVCC is None, reason=WHY_NOT)
 def test_links_with_the_cuda_runtime(tmp_path, monkeypatch):
     """By g++, as load() does; also where libcudart has the versioned name alone, as in NVIDIA's wheels."""
     monkeypatch.setattr(loader, "BUILD", tmp_path)

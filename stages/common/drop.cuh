@@ -11,28 +11,37 @@ __device__ __forceinline__ void drop(float& first, float& second, uint32_t word,
 // Zeros for what is dropped of P, a tile whose element (0, 0) is of query `row` and key `col`, multiples of
 // 16 (with two strips, `row` of 32). (The others' factor 1 / (1 - p) is applied to O, at the end.) A lane has
 // 2 * strips rows, 8 apart, and of every 8 columns two neighbours: of 32 columns two groups, or half of them.
-template <int strips, int n_tiles>
-__device__ __forceinline__ void drop(float (&P)[strips][n_tiles][4], const Mask& mask, int row, int col) {
-  row += threadIdx.x % 32 / 4;                     // this lane's
-  col += threadIdx.x % 4 * 2;
-  constexpr int together = n_tiles % 4 == 0 ? 4 : 2;     // tiles of 8 columns that share words
+// before: columns that the first 32 have before the tile.
+template <int before, int strips, int n_tiles>
+__device__ __forceinline__ void drop_groups(float (&P)[strips][n_tiles][4], const Mask& mask, int row,
+                                            int col) {
   #pragma unroll
-  for (int first = 0; first < n_tiles; first += together) {
+  for (int first = -before / 8; first < n_tiles; first += 4) {     // four tiles of 8 columns share words
     #pragma unroll
     for (int c = 0; c < 2; c++) {
-      const uint4 w = mask.dropout.words(row, col + 8 * first + c);
+      uint4 w = mask.dropout.words(row, col + 8 * first + c);
+      if (strips == 1 && row / 16 % 2)               // the lower two of a group's four rows
+        w = make_uint4(Dropout::word(w, 2, false), Dropout::word(w, 2, true), Dropout::word(w, 3, false),
+                       Dropout::word(w, 3, true));
       #pragma unroll
       for (int r = 0; r < 2 * strips; r++) {
         #pragma unroll
-        for (int n = 0; n < together; n += 2) {
-          const int group_row = strips == 2 ? r : row / 16 % 2 * 2 + r, e = r % 2 * 2 + c;
-          const bool right = together == 4 ? n / 2 : (col / 16 + first / 2) % 2;
+        for (int n = first; n < first + 4; n += 2) {
+          if (n < 0 || n >= n_tiles) continue;
           float(&x)[n_tiles][4] = P[r / 2];
-          drop(x[first + n][e], x[first + n + 1][e], Dropout::word(w, group_row, right), mask.dropout);
+          const int e = r % 2 * 2 + c;
+          drop(x[n][e], x[n + 1][e], Dropout::word(w, r, n > first), mask.dropout);
         }
       }
     }
   }
+}
+
+template <int strips, int n_tiles>
+__device__ __forceinline__ void drop(float (&P)[strips][n_tiles][4], const Mask& mask, int row, int col) {
+  const int lane_row = row + threadIdx.x % 32 / 4, lane_col = col + threadIdx.x % 4 * 2;
+  if (n_tiles % 4 && col % 32) drop_groups<16>(P, mask, lane_row, lane_col);
+  else drop_groups<0>(P, mask, lane_row, lane_col);
 }
 
 // The same of one strip

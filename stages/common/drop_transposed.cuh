@@ -29,20 +29,3 @@ __device__ __forceinline__ void drop_transposed(float (&XT)[strips][n_tiles][4],
     }
   }
 }
-
-// P_ij^T for dV, an operand A, without what is dropped
-template <class Fragments, class Accumulator>
-__device__ __forceinline__ void drop_P(Fragments& A, Accumulator& PT, const Mask& mask, int row, int col) {
-  drop_transposed(one_strip(PT), mask, row, col);
-  to_A(A, PT);
-}
-
-// dP^T without what is dropped, times scale, minus D; and P^T again, from the operand A that it was before
-// drop_P()
-template <class Accumulator, class Fragments>
-__device__ __forceinline__ void drop_dP(Accumulator& dPT, Accumulator& PT, const Fragments& A, int row,
-                                        int col, const Mask& mask, float scale, const float* minus_D) {
-  drop_transposed(one_strip(dPT), mask, row, col);
-  for_each(dPT, [&](float& dP, int, int c) { dP = scale * dP + minus_D[c]; });
-  for_both(A, PT, [](float P, float& x, int, int) { x = P; });
-}
