@@ -56,9 +56,10 @@ BROUGHT = ("tensor.cuh",)        # by flash_fwd.cu and flash_bwd.cu
 OTHER_RULES = re.compile(r"\bt < cut\b|whole_j|p\.mask\.|\bscores &&|has_gradient|unseen_by|first_tile|"
                          r"first_key\(end|is_range\) return t|low < high|min\(row, N_q|side == 0|bits_before|"
                          r"\bbits\b|first_key\(\(t")
-# Nor has one of these calls dropout, packed sequences, or a mask that changes scores.
-OTHER_CALLS = ("dropout.cuh", "drop.cuh", "drop_shared.cuh", "drop_signed.cuh", "drop_transposed.cuh",
-               "lean_scores.cuh", "sequences.cuh")
+# Nor has one of these calls dropout, packed sequences, or a mask that changes scores. Of the first files none
+# runs anything.
+NOT_RUN = ("drop.cuh", "drop_shared.cuh", "drop_signed.cuh", "drop_transposed.cuh", "lean_scores.cuh")
+OTHER_CALLS = (*NOT_RUN, "dropout.cuh", "sequences.cuh")
 
 
 @dataclass(frozen=True)
@@ -271,8 +272,8 @@ def words(text: str) -> str:
 
 
 def fingerprint(stage: flash.Stage) -> str:
-    """A hash of its code and of what it includes, without comments and space."""
-    files = files_of(stage)
+    """A hash of its code and of what it includes and the calls run, without comments and space."""
+    files = [file for file in files_of(stage) if file.name not in NOT_RUN]
     if COMMON / "mask.cuh" in files:
         files += [*(COMMON / name for name in MASKS), *(flash.STAGES / "masks" / name for name in RULES)]
     code = " ".join(words(file.read_text()) for file in files)
