@@ -316,8 +316,8 @@ def alibi(slopes: torch.Tensor) -> Mask:
 
 def softcap(cap: float) -> Mask:
     """A score x becomes cap * tanh(x / cap). (Gemma 2, arXiv 2408.00118, section 2.)"""
-    if isinstance(cap, bool) or not isinstance(cap, (int, float)) or not 0 < cap < float("inf"):
-        raise ValueError(f"mask: cap must be a number above 0, not {shown(cap)}")
+    if isinstance(cap, bool) or not isinstance(cap, (int, float)) or not 1e-37 <= cap < float("inf"):
+        raise ValueError(f"mask: cap must be a number of 1e-37 or more, not {shown(cap)}")
     return Mask(_named("softcap"), floats=[float(cap)], scores=True, slopes=True)
 
 

@@ -400,7 +400,7 @@ def test_peer_that_refuses(tmp_path, capsys):
     ("--mask causal&window:1:2:3", "--mask: 'window:1:2:3'; it is window"),
     ("--mask prefix:-3", "--mask: 'prefix:-3'; it is prefix:LENGTH"),
     ("--mask document:0", "--mask: 'document:0'; COUNT must be at least 1"),
-    ("--mask softcap:0", "--mask: cap must be a number above 0"),
+    ("--mask softcap:0", "--mask: cap must be a number of 1e-37 or more"),
     ("--mask document:2&block_causal&bias", "--mask: the masks have 5 tensors together; at most 4"),
     ("--mask window:9 --causal", "--mask: takes no --causal beside it; causal&window:9 is both"),
     ("--mask causal --stages naive", "--stages: naive: takes no mask but --causal"),

@@ -3,11 +3,12 @@
 // floats: cap
 struct Rule : AllKeys {
   static constexpr bool scores = true;
-  float cap;
-  __device__ Rule(const Arguments& a, int b, int h) : AllKeys(a, b, h), cap(a.number(0)) {}
-  __device__ float score(float x, int row, int col) const { return cap * tanhf(x / cap); }
+  float cap, inverse;        // 1 / cap, as to divide each score would take some 16 instructions
+  __device__ Rule(const Arguments& a, int b, int h)
+      : AllKeys(a, b, h), cap(a.number(0)), inverse(1.f / cap) {}
+  __device__ float score(float x, int row, int col) const { return cap * tanhf(x * inverse); }
   __device__ float slope(float x, int row, int col) const {
-    const float t = tanhf(x / cap);
+    const float t = tanhf(x * inverse);
     return 1.f - t * t;
   }
 };
