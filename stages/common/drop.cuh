@@ -8,10 +8,9 @@ __device__ __forceinline__ void drop(float& first, float& second, uint32_t word,
   zero_if_less(first, second, word, dropout.threshold << 16 | dropout.threshold, !dropout.less_is_dropped);
 }
 
-// Zeros for what is dropped of P, a tile whose element (0, 0) is of query `row` and key `col`, multiples of
-// 16 (with two strips, `row` of 32). (The others' factor 1 / (1 - p) is applied to O, at the end.) A lane has
-// 2 * strips rows, 8 apart, and of every 8 columns two neighbours: of 32 columns two groups, or half of them.
-// before: columns that the first 32 have before the tile.
+// drop() for a lane whose first element is of query `row` and key `col`. A lane has 2 * strips rows, 8 apart,
+// and of every 8 columns two neighbours: of 32 columns, counted from key 0 on, two groups, or half of them.
+// before: how many of its first 32 columns are before the tile.
 template <int before, int strips, int n_tiles>
 __device__ __forceinline__ void drop_groups(float (&P)[strips][n_tiles][4], const Mask& mask, int row,
                                             int col) {
@@ -37,6 +36,9 @@ __device__ __forceinline__ void drop_groups(float (&P)[strips][n_tiles][4], cons
   }
 }
 
+// Zeros for what is dropped of P, a tile whose element (0, 0) is of query `row` and key `col`, multiples of
+// 16 (with two strips, `row` of 32; with a multiple of 32 columns, `col`, too). The others' factor,
+// 1 / (1 - p), is applied to O, at the end.
 template <int strips, int n_tiles>
 __device__ __forceinline__ void drop(float (&P)[strips][n_tiles][4], const Mask& mask, int row, int col) {
   const int lane_row = row + threadIdx.x % 32 / 4, lane_col = col + threadIdx.x % 4 * 2;
