@@ -196,7 +196,7 @@ __global__ void __launch_bounds__(threads, 1) backward_kernel(
 
         if (DROPOUT) drop_dP(dP_reg, S_reg, P_frag, dropout_scale(p), D_i);
         else if (Mask::scores) for_both(P_frag, S_reg, [](float P, float& x, int, int) { x = P; });
-        for_both(S_reg, dP_reg, [](float P, float& dP, int, int) { dP *= P; });    // line 14: dS_ij
+        for_both(S_reg, dP_reg, [](float P, float& dP, int, int) { dP = P * dP; });  // line 14: dS_ij
         keep_gradients(mask, dP_reg, i * Br, j * Bc + first_key);
         if (Mask::scores) for_both(slope_frag, dP_reg, [](float slope, float& dS, int, int) { dS *= slope; });
         to_A(dS_frag, dP_reg);
