@@ -164,15 +164,15 @@ __global__ void __launch_bounds__(threads, 1) backward_kernel(
         if (!Mask::scores) seed(dP_reg, D_i);
         wgmma_QK<width / 16>(S_reg, K_tile, Bc, Q_tile + buffer, !Mask::scores);
         if (!Mask::scores) wgmma_QK<width / 16>(dP_reg, V_tile, Bc, dO_tile + buffer, true);
-        wgmma_wait<!Mask::scores>();        // dP^T goes on
+        wgmma_wait<!Mask::scores>();        // dP^T goes on, if it has begun
 
-        // slope: of a mask that changes scores.
+        // slope: of a mask that changes scores
         uint32_t P_frag[Br / 16][4], dS_frag[Br / 16][4], slope_frag[Br / 16][4];
         if (Mask::scores) change_scores(S_reg, slope_frag, mask, p.scale, i * Br, j * Bc + first_key, L_i);
         for_each(S_reg, [&](float& x, int, int) { x = fast_exp2(c * x); });  // line 11: P_ij
         if (cut) clear_unseen(S_reg, mask, tiles, t, j, i * Br, j * Bc + first_key, seen);
         to_A(P_frag, S_reg);
-        if (Mask::scores) seed(dP_reg, D_i);
+        if (Mask::scores) seed(dP_reg, D_i);         // only now: registers
         if (Mask::scores) wgmma_QK<width / 16>(dP_reg, V_tile, Bc, dO_tile + buffer, true);
         wgmma_PV(dV_reg, P_frag, dO_columns + buffer);                   // line 12: + P_ij^T dO_i
         wgmma_wait<1>();                    // dP^T is there, dV goes on

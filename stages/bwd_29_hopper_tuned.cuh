@@ -180,7 +180,7 @@ __global__ void __launch_bounds__(threads, 1) backward_kernel(
         if (!Mask::scores && !DROPOUT) seed(dP_reg, D_i);
         wgmma_QK<width / 16>(S_reg, K_tile, Bc, Q_tile + buffer, !Mask::scores);
         if (!Mask::scores) wgmma_QK<width / 16>(dP_reg, V_tile, Bc, dO_tile + buffer, !DROPOUT);
-        wgmma_wait<!Mask::scores>();        // dP^T goes on
+        wgmma_wait<!Mask::scores>();        // dP^T goes on, if it has begun
 
         // slope: of a mask that changes scores. kept: P for dV
         uint32_t P_frag[Br / 16][4], dS_frag[Br / 16][4], slope_frag[Br / 16][4], kept_frag[Br / 16][4];
@@ -189,7 +189,7 @@ __global__ void __launch_bounds__(threads, 1) backward_kernel(
         if (cut) clear_unseen(S_reg, mask, tiles, t, j, i * Br, j * Bc + first_key, seen);
         if (DROPOUT) drop_P(kept_frag, P_frag, S_reg, mask, i * Br, j * Bc + first_key);
         else to_A(P_frag, S_reg);
-        if (Mask::scores && !DROPOUT) seed(dP_reg, D_i);
+        if (Mask::scores && !DROPOUT) seed(dP_reg, D_i);         // only now: registers
         if (Mask::scores) wgmma_QK<width / 16>(dP_reg, V_tile, Bc, dO_tile + buffer, !DROPOUT);
         wgmma_PV(dV_reg, DROPOUT ? kept_frag : P_frag, dO_columns + buffer);  // line 12: + P_ij^T dO_i
         wgmma_wait<1>();                    // dP^T is there, dV goes on

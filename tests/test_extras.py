@@ -120,10 +120,11 @@ def test_stages_drop_the_same(stage, device, monkeypatch):
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_a_tile_of_80_keys(device, monkeypatch):
+@pytest.mark.parametrize("stage, Br", [("ampere_tuned", 32), ("hopper_tuned", 64)])
+def test_a_tile_of_80_keys(stage, Br, device, monkeypatch):
     """Of which every second begins within a group of 32."""
     seed = held(monkeypatch, 77)
-    found = read_back(1, 1, 33, 245, 0.5, device, "ampere_tuned", Br=32, Bc=80)
+    found = read_back(1, 1, 33, 245, 0.5, device, stage, Br=Br, Bc=80)
     assert torch.equal(found > 0, expected_keep(seed, 1, 1, 33, 245, 0.5) > 0)
 
 
@@ -267,8 +268,10 @@ def test_against_float64(stage, case, device, monkeypatch):
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_with_a_mask_that_has_a_slope(device, monkeypatch):
-    """In 16 bits the warps for dK get P times slope from those for dV: before dropout."""
+@pytest.mark.parametrize("backward", ["ampere_tuned", "hopper_tuned"])
+def test_with_a_mask_that_has_a_slope(backward, device, monkeypatch):
+    """In 16 bits: ampere_tuned's warps for dK get P times slope from those for dV, before dropout; in
+    hopper_tuned P's sign says what is dropped, and the slope comes after it."""
     seed = held(monkeypatch)
     g = torch.Generator().manual_seed(0)
     q, k, v, do = (torch.randn(1, 2, 70, 64, generator=g).half().to(device) for _ in range(4))
@@ -283,7 +286,7 @@ def test_with_a_mask_that_has_a_slope(device, monkeypatch):
         return o, *torch.autograd.grad(o, x, do.to(precision))
 
     x = [t.clone().requires_grad_() for t in (q, k, v, sink)]
-    o = flash.attention(*x[:3], mask=flash.masks.softcap(2.0), dropout_p=0.2, sink=x[3])
+    o = flash.attention(*x[:3], mask=flash.masks.softcap(2.0), dropout_p=0.2, sink=x[3], backward=backward)
     for mine, right, plain in zip((o, *torch.autograd.grad(o, x, do)), at(torch.float64), at(torch.float16)):
         near(mine, right, plain, 4)
 

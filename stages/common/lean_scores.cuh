@@ -1,5 +1,4 @@
-// Masks that change scores, in fewer registers. Introduced by: backward stage 28,
-// whole_tiles.
+// Masks that change scores, in fewer registers. Introduced by: backward stage 28, whole_tiles.
 #pragma once
 #include "seed.cuh"
 
@@ -18,7 +17,8 @@ __device__ __forceinline__ void change_scores(float (&S_reg)[n_tiles][4], uint32
   }
 }
 
-// dS^T is the gradient by what the mask has added, too: it is written, if that is wanted.
+// dS^T is the gradient by what the mask has added, too: it is written, if that is wanted. (Asked once, not
+// for each element: else ptxas serialises the products.)
 template <int n_tiles>
 __device__ __forceinline__ void keep_gradients(const Mask& mask, float (&dST)[n_tiles][4], int first_row,
                                                int first_key) {
