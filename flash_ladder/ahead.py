@@ -22,10 +22,10 @@ from .stage import Stage
 # B * H * N_q and N_k: all that a rule for tiles can tell apart
 SIZES = [1 << power for power in range(0, 48)]
 
-def large_call(d: int, masked: bool) -> dict[str, int]:
-    """Of a call in training, all that a stage's `default` may ask."""
-    return {"B": SIZES[-1], "H": 1, "H_kv": 1, "N_q": SIZES[-1], "N_k": SIZES[-1], "d": d,
-            "gradients": 1, "masked": int(masked)}
+
+def a_call(d: int, masked: bool, N: int = SIZES[-1]) -> dict[str, int]:
+    """Of a call in training, a large one by default, all that a stage's `default` may ask."""
+    return {"B": 1, "H": 1, "H_kv": 1, "N_q": N, "N_k": N, "d": d, "gradients": 1, "masked": int(masked)}
 
 
 Job = tuple  # the arguments of build()
@@ -118,7 +118,8 @@ def compile(d: int, dtype: torch.dtype = torch.float32, *, causal: bool | None =
     asked = [(stage, "fwd"), *[(backward, "bwd")] * as_bool("gradients", gradients)]
     jobs = [job(found, dtype, d, mask, tiles, device, deterministic)
             for (name, direction), mask in itertools.product(asked, masks)
-            for found in [find_stage(name, dtype, device, direction, deterministic, d, large_call(d, mask))]
+            for found in dict.fromkeys(find_stage(name, dtype, device, direction, deterministic, d,
+                                                  a_call(d, mask, N)) for N in (SIZES[0], SIZES[-1]))
             for tiles in variants(found, d, device, mask)]
     with Progress(console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task("building", total=len(jobs))

@@ -87,7 +87,7 @@ def best_stage(direction: str, dtype: str, d: int, needs: tuple[str, ...] = ()) 
     """The name of the stage that a large call with a mask takes here without one. needs: as of
     find_stage()."""
     return flash.find_stage(None, flash.DTYPES[dtype], flash.default_device(), direction, d=d,
-                            sizes=ahead.large_call(d, True), needs=needs).name
+                            sizes=ahead.a_call(d, True), needs=needs).name
 
 
 def middle(turns: tuple[dict, ...]) -> dict:
