@@ -212,9 +212,11 @@ __global__ void __launch_bounds__(threads, blocks_per_sm) backward_kernel(BwdPar
           const int to = (S_row + 4 * r) * Bc + ((S_col + 8 * c) ^ 16 * odd);
           float P[4];
           load(P, P_smem + to, 0, 0);               // from where it waited, out of the way of dP
+          float2 two;
           for (int e = 0; e < 4; e++) {
             const int row = i * Br + S_row + 4 * r, col = j * Bc + S_col + 8 * c + e;
-            const float keep = mask.keep(row, col), dS = P[e] * (keep * dP_reg[r][c + e] - D_row[r]);
+            if (e % 2 == 0) two = mask.keep_two(row, col);
+            const float keep = e % 2 ? two.y : two.x, dS = P[e] * (keep * dP_reg[r][c + e] - D_row[r]);
             mask.keep_gradient(dS, row, col);
             dP_reg[r][c + e] = dS * slope_reg[r][c + e];
             P[e] *= keep;

@@ -34,7 +34,8 @@
 // A mask that changes scores is asked in all steps, and takes registers: with S^T and dP^T beside each other
 // ptxas serialised the products, and at d = 64 a thread spilled from 280 bytes (ALiBi) to 1444 (softcap). So
 // here dP^T starts when P^T is there, a slope has 16 bits (common/lean_scores.cuh), and P^T comes back from
-// the operand of dV: nothing is serialised, and from 0 (ALiBi) to 436 bytes (softcap) are spilled.
+// the operand of dV: nothing is serialised, and 8 bytes (ALiBi), none (softcap) or 404 (a bias with its
+// gradient) are spilled.
 //
 // HBM traffic without caches (hbm, above): as in whole_group.
 //

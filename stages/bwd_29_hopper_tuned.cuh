@@ -38,7 +38,8 @@
 // It takes dropout, a sink and a V of d_v < d columns: the maps of V and dO have d_v columns, so the engine
 // fills up with zeros. With dropout dP starts from 0, as D is subtracted after some of dP is dropped. And dV
 // needs another P than dS, in which what is dropped has a minus: so dP needs no random words (common/
-// drop_signed.cuh; with them, d=64 causal: 7000 instructions, not 6344, and 468 bytes spilled, not 164). It
+// drop_signed.cuh). Two lanes make each other's random words (common/drop_transposed.cuh). These made
+// dropout_p=0.1 cost 1.43x, not 2.08x, at d=64 full (H100, bf16, N=4096; 120 bytes are spilled, not 468). It
 // takes no packed sequences: a map ends with its tensor, not with a sequence.
 //
 // HBM traffic without caches (hbm, above): as in whole_group; deterministic, as in ordered_dq. At d > 128 a
@@ -194,9 +195,9 @@ __global__ void __launch_bounds__(threads, 1) backward_kernel(
         wgmma_PV(dV_reg, DROPOUT ? kept_frag : P_frag, dO_columns + buffer);  // line 12: + P_ij^T dO_i
         wgmma_wait<1>();                    // dP^T is there, dV goes on
 
-        if (DROPOUT) drop_dP(dP_reg, S_reg, P_frag, dropout_scale(p), D_i);
-        else if (Mask::scores) for_both(P_frag, S_reg, [](float P, float& x, int, int) { x = P; });
-        for_both(S_reg, dP_reg, [](float P, float& dP, int, int) { dP = P * dP; });  // line 14: dS_ij
+        if (Mask::scores) for_both(P_frag, S_reg, [](float P, float& x, int, int) { x = P; });
+        if (DROPOUT) drop_dS(dP_reg, P_frag, dropout_scale(p), D_i);
+        else for_both(S_reg, dP_reg, [](float P, float& dP, int, int) { dP = P * dP; });     // line 14: dS_ij
         keep_gradients(mask, dP_reg, i * Br, j * Bc + first_key);
         if (Mask::scores) for_both(slope_frag, dP_reg, [](float slope, float& dS, int, int) { dS *= slope; });
         to_A(dS_frag, dP_reg);

@@ -169,8 +169,8 @@ __global__ void __launch_bounds__(threads, 1) forward_kernel(
     };
     auto exponential = [&](auto& S, int t) {
       exponentials(S, l, alpha, c, shift);
-      if (DROPOUT) drop(S, mask, warp_row, tiles[t] * Bc);
       to_A(P_frag, S);
+      if (DROPOUT) drop(P_frag, mask, warp_row, tiles[t] * Bc);
     };
 
     K_smem.wait_until_full(step);

@@ -1,5 +1,6 @@
 """Dropout, sinks, and a v of other columns than q: every stage that takes them against float64."""
 
+import itertools
 import math
 
 import pytest
@@ -43,20 +44,27 @@ def _product(a, x):
 MADE = 0xCD9E8D57   # c, of a word c x + y that is made of two others
 
 
+def less(numbers, p):
+    """Of 16 bits each, as fp16 numbers, whether they are less than the one that 65536 p are less than."""
+    as_fp16 = torch.arange(65536).to(torch.int16).view(torch.half).double()
+    in_order = as_fp16.nan_to_num(math.inf, math.inf, -math.inf).sort().values
+    return as_fp16[numbers] < in_order[round(p * 65536)]
+
+
 def expected_keep(seed, B, H, N_q, N_k, p):
     """(B, H, N_q, N_k), as stages/common/dropout.cuh defines it."""
     head = torch.arange(B * H).view(B, H, 1, 1)
     row, col = torch.arange(N_q).view(-1, 1), torch.arange(N_k)
     zero = torch.zeros_like(head)
-    words = philox((head, col // 32 * 8 + col % 8, zero, row // 32 * 8 + row % 8),
+    words = philox((head, col // 32 * 4 + col % 8 // 2, zero, row // 16 * 8 + row % 8),
                    (seed & 0xFFFFFFFF, seed >> 32 & 0xFFFFFFFF))
-    words = torch.stack(torch.broadcast_tensors(*words))
-    which = (row // 8 % 2 * 2 + col // 16 % 2).expand(1, B, H, N_q, N_k)
-    x, y = words.gather(0, which)[0], words.gather(0, (which + 1) % 4)[0]
-    word = torch.where(row // 16 % 2 > 0, _product(MADE, x)[1] + y & 0xFFFFFFFF, x)
-    bits = torch.where(col // 8 % 2 > 0, word >> 16, word & 0xFFFF)
-    less = (bits & 0x7FFF) < round(min(p, 1 - p) * 32768)
-    return torch.where(less == (p <= 0.5), 0.0, 1 / (1 - p)).double()
+    x, y, z, w = torch.broadcast_tensors(*words)
+    made = [_product(MADE, a)[1] + b & 0xFFFFFFFF for a, b in [(x, y), (y, z), (z, w)]]
+    made.append(_product(MADE, w)[1] + made[0] & 0xFFFFFFFF)
+    which = (row // 8 % 2 * 4 + col // 8 % 4).expand(1, B, H, N_q, N_k)
+    word = torch.stack([x, y, z, w, *made]).gather(0, which)[0]
+    bits = torch.where(col % 2 > 0, word >> 16, word & 0xFFFF)
+    return torch.where(less(bits, min(p, 1 - p)) == (p <= 0.5), 0.0, 1 / (1 - p)).double()
 
 
 def test_philox_is_the_papers():
@@ -146,31 +154,39 @@ def test_rate_and_independence(p):
 
 @pytest.mark.parametrize("p", [0.1, 0.5])
 def test_a_group_of_sixteen(p):
-    """Its rate is p at each of 16 places, and no two elements are correlated, nor three, nor a row's or a
-    column's four."""
+    """Its rate is p at each of 16 places, and no two elements are correlated, nor three, nor the eight of a
+    row, nor four of them."""
     keep = expected_keep(0x3243F6A8885A308D, 1, 4, 1024, 1024, p) > 0
-    rate = round(p * 32768) / 32768
+    rate = round(p * 65536) / 65536
     x = (keep.double() - (1 - rate)) / math.sqrt(rate * (1 - rate))
-    x = x.view(4, 32, 4, 8, 32, 4, 8).permute(2, 5, 0, 1, 3, 4, 6).flatten(2).flatten(0, 1)
+    x = x.view(4, 64, 2, 8, 32, 4, 4, 2).permute(2, 5, 7, 0, 1, 3, 4, 6).flatten(3).flatten(0, 2)
     n = x.shape[1]
     assert (x.mean(1).abs() < 4.5 / math.sqrt(n)).all()
     for a in range(16):
         assert ((x[a] * x[a + 1:]).mean(1).abs() < 5 / math.sqrt(n)).all()
         of_three = (x[a] * x) @ x.T / n
         assert (of_three[a + 1:, a + 1:].triu(1).abs() < 5.5 / math.sqrt(n)).all()
-    for axis in range(2):
-        assert (x.view(4, 4, n).prod(axis).mean(1).abs() < 4.5 / math.sqrt(n)).all()
+    rows = x.view(2, 8, n)
+    of_four = [rows[:, list(four)].prod(1).mean(1) for four in itertools.combinations(range(8), 4)]
+    assert (torch.stack(of_four).abs() < 5 / math.sqrt(n)).all()
+    assert (rows.prod(1).mean(1).abs() < 4.5 / math.sqrt(n)).all()
 
 
 @pytest.mark.parametrize("p", [0.05, 0.1, 0.2, 0.5])
 def test_three_that_depend(p):
     """x, y and c x + y, their lower halves: the correlation of three, of all 2^32 pairs of x and y."""
-    dropped = (torch.arange(65536) & 0x7FFF) < round(p * 32768)
+    dropped = less(torch.arange(65536), p)
     both = torch.fft.rfft(dropped.double())
     both = torch.fft.irfft(both * both.conj()).round()        # for how many y are y and y + shift dropped?
     rate = dropped.double().mean()
     all_three = both[MADE * dropped.nonzero() % 65536].sum() / 2.0**32
     assert abs(all_three - rate**3) < 1e-4 * (rate * (1 - rate))**1.5
+
+
+@pytest.mark.parametrize("count", [0, 1, 6554, 0x7C00, 0x7C01, 0x7C02, 32768])
+def test_how_many_numbers_are_less(count):
+    """As many as there should be, but for one: that is one of the two zeros without the other."""
+    assert less(torch.arange(65536), count / 65536).sum() == count - (count == 0x7C01)
 
 
 def test_the_seed_is_torchs():
@@ -220,7 +236,7 @@ def exactly(q, k, v, keep, sink, diagonal):
 CASES = [(2, 4, 2, 37, 75, 64, 32, True, 0.3, True),
          (1, 2, 1, 70, 50, 40, 40, True, 0.5, False),      # with rows that see no key
          (1, 2, 2, 33, 65, 136, 72, True, 0.0, True),
-         (1, 1, 1, 40, 40, 200, 128, False, 0.1, True)]
+         (1, 3, 3, 40, 40, 200, 128, False, 0.1, True)]
 
 
 def compare(forward, backward, case, dtype, device, seed):

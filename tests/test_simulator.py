@@ -514,7 +514,7 @@ def test_int_intrinsics(device):
     x = torch.cat([special, integers(40, low=-(2**31), high=2**31 - 1)])
     y = torch.cat([torch.tensor([0.5, -0.5, 1.5, 2.5, -2.5, -0.0]), torch.randn(44) * 100])
     n = len(x)
-    out = empty(18, n, device=device)
+    out = empty(20, n, device=device)
     check_call("int_intrinsics", x.to(device), y.to(device), out, n, device=device)
     for t, (a, b) in enumerate(zip(x.tolist(), y.tolist(), strict=True)):
         u = a % 2**32
@@ -538,6 +538,8 @@ def test_int_intrinsics(device):
             min(u, 16777217),
             min(a, 2**40),
             a,
+            (~u >> 16 & 0xFFFF) | (u >> 16) << 16,           # bytes 6, 7, 2, 3
+            (~u >> 8 & 0xFF) | (~u & 0xFF) << 8 | (u >> 8 & 0xFF) << 16 | (u & 0xFF) << 24,
         ]
         assert out[:, t].tolist() == [ctypes.c_int(e).value for e in expected], a
 

@@ -121,18 +121,17 @@ def test_pairs_of_16_bit_numbers(device):
 
 
 @pytest.mark.parametrize("flip", [0, 1])
-def test_zero_if_less(device, flip):
-    """In the order of 15-bit integers: subnormal numbers, infinity and NaN included."""
+def test_where_less(device, flip):
+    """With subnormal numbers, both zeros, infinity and NaN."""
     halves = random_bits(500, 2)
-    halves[:4] = torch.tensor([[0x7C00, 0x7C01], [0x7FFF, -1], [0, -0x8000], [0x3555, -0x3555]])
-    thresholds = torch.tensor([0x3555, 0x0123])
-    out = empty(500, 2, dtype=torch.float32, device=device)
+    halves[:4] = torch.tensor([[0x7C00, 0x7C01], [0x7FFF, -1], [0, -0x8000], [-0x400, -0x3FF]])
+    bounds = torch.tensor([[-0x800, 0x0123]], dtype=torch.int16)          # -32768, and a subnormal
+    out = empty(500, dtype=torch.int32, device=device)
     words = joined(halves[:, 0], halves[:, 1]).contiguous()
-    run("zeros_where_less", words.to(device), 0x01233555, flip, out, 500, device=device)
-    less = (halves.int() & 0x7FFF) < thresholds
-    number = torch.arange(1.0, 501.0)
-    before = torch.stack([number, -number], 1)
-    assert torch.equal(out.cpu(), torch.where(less == bool(flip), before, 0.0))
+    run("masks_where_less", words.to(device), joined(*bounds[0]).item(), flip, out, 500, device=device)
+    less = (halves.to(torch.int16).view(torch.half) < bounds.view(torch.half)) != bool(flip)
+    lower, upper = (0xFFFF * less.int()).unbind(1)
+    assert torch.equal(out.cpu() & 0xFFFF, lower) and torch.equal(out.cpu() >> 16 & 0xFFFF, upper)
 
 
 # ---------------------------------------------------------------------------------------- ldmatrix, stmatrix

@@ -120,6 +120,7 @@ struct Mask {
 
   // Dropout of P and dP: what to multiply an element by. 1 if a call asks for none.
   __device__ float keep(int row, int col) const { return dropout.keep(row, col); }
+  __device__ float2 keep_two(int row, int col) const { return dropout.keep_two(row, col); }
 
   // The tiles of K and V that tile i of Q sees something of: whole ones come first
   __device__ auto key_tiles(int i) const {

@@ -2,11 +2,14 @@
 #pragma once
 #include "mma.cuh"
 
-// Two elements of a register, as floats
-__device__ __forceinline__ float2 unpack(uint32_t packed) {
-  const ELEMENT* two = reinterpret_cast<const ELEMENT*>(&packed);
-  return make_float2(float(two[0]), float(two[1]));
+// Two elements of a register, as floats. A bf16 is the upper half of a float: an instruction for each.
+__device__ __forceinline__ float2 unpack(uint32_t packed, __half) {
+  return __half22float2(*reinterpret_cast<const __half2*>(&packed));
 }
+__device__ __forceinline__ float2 unpack(uint32_t packed, __nv_bfloat16) {
+  return make_float2(__uint_as_float(packed << 16), __uint_as_float(packed & 0xffff0000));
+}
+__device__ __forceinline__ float2 unpack(uint32_t packed) { return unpack(packed, ELEMENT()); }
 
 // An operand A of `multiply` that is in registers already. (So this file comes before product.cuh.)
 template <int strips, int n_tiles>

@@ -84,14 +84,13 @@ __device__ __forceinline__ void mma_m16n8k16<__nv_bfloat16>(float (&d)[4], const
                : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
 }
 
-// setp.lt.f16x2 compares both halves of a with those of b, as fp16 numbers, without a's signs. x becomes zero
-// where the lower half of a is less, y where the upper one is; with `flip` where it is not.
-__device__ __forceinline__ void zero_if_less(float& x, float& y, uint32_t a, uint32_t b, bool flip) {
-  asm("{.reg .pred lower, upper, flip; .reg .b32 positive;\n\t"
-      "abs.f16x2 positive, %2; setp.ne.u32 flip, %4, 0;\n\t"
-      "setp.lt.xor.f16x2 lower|upper, positive, %3, flip;\n\t"
-      "selp.f32 %0, 0f00000000, %0, lower; selp.f32 %1, 0f00000000, %1, upper;}"
-      : "+f"(x), "+f"(y) : "r"(a), "r"(b), "r"(uint32_t(flip)));
+// set.lt.f16x2 compares both halves of a with those of b, as fp16 numbers: of the result all 16 bits of a
+// half are set where that one of a is less, else none; with `flip` the other way round.
+__device__ __forceinline__ uint32_t where_less(uint32_t a, uint32_t b, bool flip) {
+  uint32_t mask;
+  asm("{.reg .pred flip; setp.ne.u32 flip, %3, 0; set.lt.xor.u32.f16x2 %0, %1, %2, flip;}"
+      : "=r"(mask) : "r"(a), "r"(b), "r"(uint32_t(flip)));
+  return mask;
 }
 
 // cp.async (sm_80): start to copy 16 bytes from global to shared memory, past the registers and the L1 cache.

@@ -322,8 +322,9 @@ __global__ void int_intrinsics(const int* x, const float* y, int* out, int n) {
                         int(__float_as_uint(__uint_as_float(finite))),
                         __float2int_rn(b), __float2int_rd(b), __float2int_ru(b), __float2int_rz(b),
                         min(a, 16777217), max(a, 16777217), int(max(a, 16777217u)), int(min(a, 16777217u)),
-                        int(min((long long)a, 1ll << 40)), __ldg(x + t)};
-  for (int i = 0; i < 18; i++) out[i * n + t] = values[i];
+                        int(min((long long)a, 1ll << 40)), __ldg(x + t), int(__byte_perm(a, ~a, 0x3276)),
+                        int(__byte_perm(a, ~a, 0x0145))};
+  for (int i = 0; i < 20; i++) out[i * n + t] = values[i];
 }
 extern "C" const char* run_float_intrinsics(const float* x, const float* y, float* out, int n) {
   float_intrinsics<<<1, n>>>(x, y, out, n);

@@ -70,14 +70,11 @@ extern "C" const char* run_pairs(const float2* x, float2* out, int n) {
   return result();
 }
 
-__global__ void zeros_where_less(const uint32_t* a, uint32_t b, int flip, float2* out, int n) {
-  for (int i = threadIdx.x; i < n; i += 64) {
-    out[i] = make_float2(i + 1.f, -i - 1.f);
-    zero_if_less(out[i].x, out[i].y, a[i], b, flip);
-  }
+__global__ void masks_where_less(const uint32_t* a, uint32_t b, int flip, uint32_t* out, int n) {
+  for (int i = threadIdx.x; i < n; i += 64) out[i] = where_less(a[i], b, flip);
 }
-extern "C" const char* run_zeros_where_less(const uint32_t* a, uint32_t b, int flip, float2* out, int n) {
-  zeros_where_less<<<1, 64>>>(a, b, flip, out, n);
+extern "C" const char* run_masks_where_less(const uint32_t* a, uint32_t b, int flip, uint32_t* out, int n) {
+  masks_where_less<<<1, 64>>>(a, b, flip, out, n);
   return result();
 }
 

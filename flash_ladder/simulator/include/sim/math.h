@@ -73,4 +73,11 @@ inline unsigned __brev(unsigned x) {
   for (int i = 0; i < 32; i++) reversed |= (x >> i & 1u) << (31 - i);
   return reversed;
 }
+// Byte i is one of eight, those of x and then those of y: its number is in bits 4 i to 4 i + 2 of s
+inline unsigned __byte_perm(unsigned x, unsigned y, unsigned s) {
+  const uint64_t both = uint64_t(y) << 32 | x;
+  unsigned chosen = 0;
+  for (int i = 0; i < 4; i++) chosen |= unsigned(both >> (s >> 4 * i & 7) * 8 & 0xff) << 8 * i;
+  return chosen;
+}
 template <class T> inline T __ldg(const T* p) { return *p; }

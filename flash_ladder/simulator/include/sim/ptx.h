@@ -54,10 +54,9 @@ inline void mma_m16n8k16(float (&d)[4], const uint32_t (&a)[4], const uint32_t (
   sim::sim_mma("mma.m16n8k16", sim::MatrixTypeOf<T>::type, d, a, b, file, line);
 }
 
-inline void zero_if_less(float& x, float& y, uint32_t a, uint32_t b, bool flip) {
+inline uint32_t where_less(uint32_t a, uint32_t b, bool flip) {
   const __half2 A = sim::bits<__half2>(a), B = sim::bits<__half2>(b);
-  if ((__habs(A.x) < B.x) != flip) x = 0.f;
-  if ((__habs(A.y) < B.y) != flip) y = 0.f;
+  return ((A.x < B.x) != flip ? 0xffffu : 0u) | ((A.y < B.y) != flip ? 0xffff0000u : 0u);
 }
 
 SIM_ALWAYS_INLINE void cp_async_16(uint32_t to, const void* from, int bytes = 16, SIM_SITE) {
