@@ -77,6 +77,8 @@
 //   stages/bwd_29_hopper_tuned.cuh       what is left: early launches, TMA stores
 //   stages/bwd_30_exchanged_tuned.cuh    (after half_tiles) what is left: TMA stores, a cluster for each
 //                                        query head, order of blocks, early launches
+//   stages/bwd_31_transposed_dq.cuh      (after hopper_tuned) dQ^T = K^T dS^T at d <= 64: one product by
+//                                        turns, not two; what that spares holds the next K and V
 // The lines at a stage's start, and the two functions that it defines, are those of a forward stage.
 #include <cuda_runtime.h>
 #include <math.h>

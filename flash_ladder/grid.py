@@ -37,6 +37,7 @@ THIN = [GRID[n] for n in (0, 2, 4, 6, 8)]
 # test_backward.py, test_hopper.py and test_masks.py have more of them.
 SIDE_BRANCH = ("consumer_roles", "exchanged_ds", "half_tiles", "exchanged_tuned")        # of the backward
 MULTICAST = ("multicast", "multicast_tuned")       # of the forward
+UP_TO_64 = ("transposed_dq",)  # of the backward, for d <= 64: with more its products are serialised
 STREAM_K = ("stream_k",)       # of the forward, where all tiles are equal: it makes its parent no fork
 
 

@@ -95,6 +95,11 @@ MORE_BACKWARD = [
     (1, 2, 1, 60, 70, 40, 0, (64, 64), ""),          # one whose keys no row sees
     (1, 4, 4, 130, 140, 72, 0, (64, 128), ""),       # several tiles of keys a block, none of them in parts
 ]
+# For those that make dQ^T by turns where d is a multiple of 16, as well
+BY_TURNS = [
+    (1, 1, 1, 260, 80, 48, 0, (128, 128), ""),       # three tiles of Q; one of four warps has no dims
+    (1, 3, 3, 200, 300, 48, None, (128, 128), ""),   # three tiles of keys a block, which has two buffers
+]
 # For those of one size: four tiles of Q and more. Where two blocks are a cluster, both have keys; or the last
 # cluster's second one has none.
 ONE_SIZE = [
@@ -121,6 +126,8 @@ def shapes_of(stage: flash.Stage) -> list[tuple]:
         more = OF_TWO_BLOCKS
     if stage.name.endswith(STREAM_K):            # of its copy, too
         more = more + CUT_TILES
+    if "d % 16" in stage.calls:
+        more = more + BY_TURNS
     if "(64,); Bc" in stage.limits:              # of one size
         size = 64, stage.default_tiles(128)["Bc"]
         more = [shape for shape in more + ONE_SIZE if shape[-2] == size]

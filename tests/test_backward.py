@@ -161,7 +161,8 @@ def test_many_heads(kernel):
     check_gradients(run(kernel, q, k, v, do), q, k, v, do)
 
 
-@pytest.mark.parametrize("stage", ["whole_group", "persistent", "whole_tiles", "hopper_tuned"])
+@pytest.mark.parametrize("stage", ["whole_group", "persistent", "whole_tiles", "hopper_tuned",
+                                   "transposed_dq"])
 @pytest.mark.parametrize("mask", ["bottom", None])
 @pytest.mark.parametrize("H, H_kv, d, B, on_gpu",
                          [(6, 2, 64, 9, 400), (3, 1, 128, 9, 400), (8, 1, 64, 3, 132)])
@@ -174,7 +175,7 @@ def test_blocks_with_several_query_heads(H, H_kv, d, B, on_gpu, mask, stage, dev
     check_gradients(run((stage, False), q, k, v, do, *options), q, k, v, do, *options)
 
 
-@pytest.mark.parametrize("stage", ["persistent", "whole_tiles", "hopper_tuned"])
+@pytest.mark.parametrize("stage", ["persistent", "whole_tiles", "hopper_tuned", "transposed_dq"])
 @pytest.mark.parametrize("H, H_kv, N_q, N_k, d, diagonal", [
     (2, 2, 70, 520, 64, 0),        # a tile of keys that some rows see, then four that none sees
     (4, 1, 140, 300, 128, 100),    # blocks of one query head, which write parts
@@ -191,7 +192,7 @@ def test_a_block_takes_one_tile_of_keys_after_the_other(H, H_kv, N_q, N_k, d, di
         assert all((x[:, :, N_q:] == 0).all() for x in gradients[1:])
 
 
-@pytest.mark.parametrize("stage", ["persistent", "whole_tiles", "hopper_tuned"])
+@pytest.mark.parametrize("stage", ["persistent", "whole_tiles", "hopper_tuned", "transposed_dq"])
 def test_dk_and_dv_have_the_same_bits_each_time(stage, device, monkeypatch):
     """Whichever block makes them. In dQ blocks add in any order."""
     B, N, repeats = (20, 700, 50) if device == "cuda" else (1, 200, 4)
@@ -203,6 +204,21 @@ def test_dk_and_dv_have_the_same_bits_each_time(stage, device, monkeypatch):
         monkeypatch.setenv("FLASH_SIM_SEED", str(seed))
         found.append(run((stage, False), q, k, v, do, 0)[1:])
     assert all(torch.equal(x, y) for dK_and_dV in found for x, y in zip(dK_and_dV, found[0], strict=True))
+
+
+@pytest.mark.parametrize("d", [16, 32, 48, 64])
+def test_dq_transposed_has_the_bits_of_dq(d, device):
+    """The same products are added up, in the same order, if that is fixed. So it has hopper_tuned's bits, in
+    its last rows and dims, too. (A GPU may add up otherwise if the operands of a product are exchanged.)"""
+    for N_q in (1, 128, 263):
+        q, k, v = random_qkv(1, 2, 1, N_q, 300, d, device, torch.bfloat16)
+        do, dlse = random_gradients(q)
+        options = 300 - N_q, None, dlse
+        found = [run((stage, True), q, k, v, do, *options) for stage in ("transposed_dq", "hopper_tuned")]
+        check_gradients(found[0], q, k, v, do, *options)
+        check_gradients(run(("transposed_dq", False), q, k, v, do, *options), q, k, v, do, *options)
+        if device == "cpu":
+            assert_equal(*found)
 
 
 @most_kernels_and_types

@@ -509,7 +509,8 @@ def test_formula_of_other_shapes_backward(stage):
     assert abs(report.hbm.total / formula - 1) < 0.05
 
 
-@pytest.mark.parametrize("stage", ["whole_group", "persistent", "whole_tiles", "hopper_tuned"])
+@pytest.mark.parametrize("stage", ["whole_group", "persistent", "whole_tiles", "hopper_tuned",
+                                   "transposed_dq"])
 @pytest.mark.parametrize("B, H, kernels", [(1, 8, 4), (3, 8, 4), (5, 6, 3)])
 def test_blocks_with_several_query_heads(B, H, kernels, stage):
     """One, two of four and all three, by the blocks that they leave. If all, no parts are added up."""
@@ -519,6 +520,16 @@ def test_blocks_with_several_query_heads(B, H, kernels, stage):
     assert report.findings == [] and len(report.kernels) == kernels
     formula = BACKWARD[stage].hbm_bytes(B, H, 50, 70, 32, **tiles, H_kv=2) + 4 * B * H * 50
     assert abs(report.hbm.total / formula - 1) < 0.05
+
+
+@pytest.mark.parametrize("stage, dQ", [("hopper_tuned", 2 * (16 + 16)), ("transposed_dq", 16 + 32)])
+def test_what_products_read_of_shared_memory(stage, dQ):
+    """KB in a step of 128 queries and 128 keys. For S and dP each of two warpgroups reads 64 rows of K_j or
+    V_j, and all of Q_i or dO_i; for dV and dK these alone. For dQ half of dS and all of K_j, twice;
+    transposed all of both, once."""
+    report = inspected_group(stage, 128)
+    a_step = sum(a.bytes for a in report.accesses if a.kind == "wgmma") // 2
+    assert a_step == 1024 * (2 * (2 * (8 + 16) + 2 * 16) + dQ)
 
 
 def test_atomics_read_and_write():

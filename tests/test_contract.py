@@ -10,7 +10,7 @@ import torch
 from conftest import random_qkv
 
 import flash
-from flash_ladder import checks, launch, plan, registry
+from flash_ladder import ahead, checks, launch, plan, registry
 from flash_ladder import stage as stage_module
 from flash_ladder.arithmetic import evaluate
 from flash_ladder.grid import MULTICAST
@@ -381,15 +381,30 @@ def test_the_default_of_the_forward_pass(monkeypatch, B, H_kv, N, d, masked, exp
     assert stage.name == expected
 
 
+@pytest.mark.parametrize("d, causal, forward, backward", [
+    (64, False, {"hopper_tuned", "stream_k"}, "transposed_dq"), (128, True, {"hopper_tuned"}, "hopper_tuned"),
+    (256, False, {"hopper_tuned", "multicast_tuned"}, "exchanged_tuned")])
+def test_what_is_built_ahead(monkeypatch, d, causal, forward, backward):
+    """By flash.compile(): of small calls and of large ones, if these take another stage."""
+    gpu(monkeypatch, (9, 0))
+    monkeypatch.setattr(ahead, "shared_memory_per_block", lambda device: 227 * 1024)
+    monkeypatch.setattr(ahead, "build_all", lambda jobs, done: [name for *_, name in jobs])
+    names = flash.compile(d, torch.bfloat16, causal=causal, device="cuda:0")
+    assert set(names) == {f"fwd_{name}" for name in forward} | {f"bwd_{backward}"}
+
+
 @pytest.mark.parametrize("d, deterministic, needs, expected", [
-    (64, False, (), "hopper_tuned"), (128, False, (), "hopper_tuned"),
+    (64, False, (), "transposed_dq"), (16, True, ("sink", "d_v"), "transposed_dq"),
+    (64, False, ("dropout",), "hopper_tuned"), (40, False, (), "hopper_tuned"),
+    (128, False, (), "hopper_tuned"),
     (136, False, (), "exchanged_tuned"), (256, False, (), "exchanged_tuned"),
     (128, True, ("dropout", "sink", "d_v"), "hopper_tuned"), (256, True, (), "hopper_tuned"),
     (256, False, ("dropout",), "hopper_tuned"), (256, False, ("sink",), "hopper_tuned"),
     (256, False, ("d_v",), "hopper_tuned"),
     (64, False, ("varlen",), "ampere_tuned"), (256, False, ("varlen",), "ampere_tuned")])
 def test_the_default_of_the_backward_pass(monkeypatch, d, deterministic, needs, expected):
-    """On Hopper: for d > 128 two blocks exchange dS, where the call asks for nothing that the stage lacks."""
+    """On Hopper: for d <= 64 dQ is made transposed, for d > 128 two blocks exchange dS, where the call asks
+    for nothing that the stage lacks."""
     device, sizes = gpu(monkeypatch, (9, 0)), PROMPT | {"d": d}
     found = flash.find_stage(None, torch.bfloat16, device, "bwd", deterministic, d, sizes, needs)
     assert found.name == expected

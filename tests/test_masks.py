@@ -223,7 +223,7 @@ def test_ends_of_branches(stage, name, device):
         check(name, None, stage.name, SIZES, type_of(stage), device)
 
 
-@pytest.mark.parametrize("stage, d", [("hopper_tuned", 64), ("exchanged_tuned", 136)])
+@pytest.mark.parametrize("stage, d", [("hopper_tuned", 64), ("transposed_dq", 64), ("exchanged_tuned", 136)])
 def test_a_lane_asks_for_all_of_its_elements(stage, d):
     """Of a tile that is cut, to its last row and key: clear_unseen.cuh has bits for them."""
     check("causal_and_document", None, stage, (1, 2, 1, 130, 130, d), torch.bfloat16, "cpu")
@@ -277,13 +277,14 @@ def test_a_cluster_walks_through_the_keys_of_both_blocks(name, stage, device):
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("name, stage", [("window", "hopper_tuned"), ("window", "whole_tiles"),
                                          ("causal_and_document", "hopper_tuned"),
+                                         ("window", "transposed_dq"),
                                          ("causal_and_document", "persistent")])
 def test_masks_at_the_end_of_hoppers_backward(name, stage, device):
     """More tiles of keys than blocks, in an order of their own; some are short, or seen by nobody. At the end
     a window, which no call takes there by itself, looks at either side of a tile in those alone that are cut
     there."""
-    tiles = {"Br_bwd": 64, "Bc_bwd": 64}
-    check(name, "ampere_tuned", stage, (1, 4, 2, 200, 230, 40), torch.bfloat16, device, **SMALL, **tiles)
+    tiles, d = {"Br_bwd": 64, "Bc_bwd": 64}, 48 if stage == "transposed_dq" else 40
+    check(name, "ampere_tuned", stage, (1, 4, 2, 200, 230, d), torch.bfloat16, device, **SMALL, **tiles)
 
 
 @pytest.mark.parametrize("device", DEVICES)

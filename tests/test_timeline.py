@@ -14,7 +14,7 @@ import flash
 from flash_ladder import ahead, launch
 from flash_ladder.bench import arguments, chart, marks, modes, steps, timeline
 from flash_ladder.bench.marks import BEGIN, END, POINT, Block, Mark, Source, Span
-from flash_ladder.grid import SIDE_BRANCH
+from flash_ladder.grid import SIDE_BRANCH, UP_TO_64
 
 BOTH = ("fwd", "bwd")
 STAGES, BACKWARD = ({stage.name: stage for stage in flash.stages(direction) if timeline.has_marks(stage)}
@@ -23,7 +23,7 @@ ALL = [*STAGES.values(), *BACKWARD.values()]
 needs_nvcc = pytest.mark.skipif(NVCC is None, reason=WHY_NOT)
 # Bytes that are spilled for marks: by the producer, which has 24 registers; and where d is not 128
 SPILLED = {"seamless": 8, "early_wait": 8, "hopper_tuned": 16, "stream_k": 32, "persistent": 8,
-           "whole_tiles": 16}
+           "whole_tiles": 16, "transposed_dq": 12}
 NOT_IN_FLIGHT = (("fwd", "lazy_rescale"), ("fwd", "cut_diagonal"), ("fwd", "hopper_tuned"),
                  ("fwd", "multicast_tuned"), ("fwd", "stream_k"), ("bwd", "seeded"))
 SPILLED_BACKWARD = {("seeded", 64): 12, ("dq_by_turns", 64): 8, ("whole_group", 64): 4, ("persistent", 64): 8,
@@ -47,11 +47,12 @@ def test_every_hopper_stage_leaves_marks():
 @pytest.mark.parametrize("stage", ALL, ids=lambda stage: stage.path.stem)
 def test_compiles_with_marks(stage, tmp_path):
     """Marks everywhere, in six stages not where products are under way: ptxas serialises none, and spills
-    nothing but a few bytes of seven producers. Of one stage a pass the host's code, too."""
+    nothing but a few bytes of eight producers. Of one stage a pass the host's code, too."""
     more = {"TIMELINE_FILE": timeline.FILES[stage.direction],
             "TIMELINE_IN_FLIGHT": str(int((stage.direction, stage.name) not in NOT_IN_FLIGHT))}
     output = ("-c", "-Xcompiler", "-fPIC") if stage.name == "tma" else ("-cubin",)
-    report = compile_stage(stage, "sm_90a", 128, True, tmp_path, torch.bfloat16, more=more, output=output)
+    d = 64 if stage.name in UP_TO_64 else 128
+    report = compile_stage(stage, "sm_90a", d, True, tmp_path, torch.bfloat16, more=more, output=output)
     assert SERIALISED not in report, report
     spilled = max(map(int, re.findall(r"(\d+) bytes spill stores", report)))
     assert spilled <= SPILLED.get(stage.name, 0) and (spilled or "warning" not in report), report
@@ -137,6 +138,8 @@ def test_labels_are_the_stages_own_words(stage, kind, call, label, ring):
     ("overlap", "dS", "for_both(P_frag", "for_both(P_frag, dP_reg)", ""),
     ("seeded", "elements", " seed(S_reg", "seed(S_reg, L_i)", ""),
     ("seeded", "gradients", "for_each_pair(", "store", ""),
+    ("transposed_dq", "product", "wgmma_dQ<", "dQ", ""),
+    ("transposed_dq", "product", "  wgmma_PV(dK_reg", "dK", ""),
     ("hopper_tuned", "store", "store_parts(", "store_parts", ""),
     ("hopper_tuned", "store", "store_staged<room>(dV", "store_staged", ""),
 ])
@@ -522,7 +525,7 @@ def test_each_backward_stage_in_a_small_shape(name):
     """Two heads of queries share one of keys, causal: five products a tile that some row sees, all of dS
     through shared memory, dQ added once, by the warps or by the copy engine; dK and dV stored. Where blocks
     take one tile of keys after the other there is one head, so that none takes a second one."""
-    heads = "1:1" if name in ("persistent", "whole_tiles", "hopper_tuned") else "2:1"
+    heads = "1:1" if name in ("persistent", "whole_tiles", "hopper_tuned", "transposed_dq") else "2:1"
     (args,) = arguments.parse_arguments(["--timeline", "--pass", "bwd", "--stages", name, "--seqlens", "256",
                                          "--heads", heads, "--head-dim", "64", "--causal"])
     data = timeline.simulated(BACKWARD[name], 256, args)
@@ -532,7 +535,7 @@ def test_each_backward_stage_in_a_small_shape(name):
         if span.row == "tensor cores":
             product = span.label.split()[0]
             busy[product] = busy.get(product, 0) + span.end - span.start
-    one_head = name in ("whole_group", "persistent", "whole_tiles", "hopper_tuned")
+    one_head = heads == "1:1" or name == "whole_group"
     tiles = 256 // Br * (1 if one_head else 2)      # all rows, of one head or two
     assert busy == dict.fromkeys(("S", "dP", "dV", "dK", "dQ"), tiles * Br * 128 * 64 // (64 * 16 * 16))
     warpgroups = {span.lane for span in spans if span.row == "work"} - {"producer, warp 8"}
@@ -546,18 +549,23 @@ def test_each_backward_stage_in_a_small_shape(name):
     assert (kinds["bulk_add"] > 0) != by_warps
 
 
-def test_who_makes_dQ_by_turns():
-    """At d = 64 one warpgroup, then the other, which has made P of its next tile by then."""
-    (args,) = arguments.parse_arguments(["--timeline", "--pass", "bwd", "--stages", "dq_by_turns",
-                                         "--seqlens", "512", "--heads", "1:1", "--head-dim", "64"])
-    spans = timeline.spans_of(timeline.simulated(BACKWARD["dq_by_turns"], 512, args))
+@pytest.mark.parametrize("name, products, N", [("dq_by_turns", 2, 512), ("transposed_dq", 1, 384)])
+def test_who_makes_dQ_by_turns(name, products, N):
+    """At d = 64 one warpgroup, then the other, which has made P of its next tile by then. A product has 64
+    queries of a tile's 128; or, transposed, 64 dims. There they meet once more, at the end of the item."""
+    (args,) = arguments.parse_arguments(["--timeline", "--pass", "bwd", "--stages", name,
+                                         "--seqlens", str(N), "--heads", "1:1", "--head-dim", "64"])
+    spans = timeline.spans_of(timeline.simulated(BACKWARD[name], N, args))
     made = [span.label for span in spans if span.row == "tensor cores" and span.label.startswith("dQ")]
-    assert made == ["dQ 0", "dQ 0", "dQ 1", "dQ 1"] * 2      # 128 rows: two products
+    assert made == [f"dQ {tile % 2}" for tile in range(N // 128) for _ in range(products)]
+    assert {(span.lane, span.label) for span in spans if span.row == "products"} == {
+        (lane, label) for lane in ("warps 0 to 3", "warps 4 to 7") for label in ("S", "dP", "dV", "dK", "dQ")}
     first = next(span for span in spans if span.row == "products" and span.label == "dQ")
     others = [span for span in spans if (span.lane, span.kind) == ("warps 4 to 7", "P")]
     assert first.lane == "warps 0 to 3" and others[0].end <= first.start < others[1].start
     met = [span.lane for span in spans if span.kind == "meeting"]
-    assert met.count("warps 0 to 3") <= 2 and met.count("warps 4 to 7") <= 2
+    most = 2 + (name == "transposed_dq")
+    assert met.count("warps 0 to 3") <= most and met.count("warps 4 to 7") <= most
 
 
 @pytest.mark.parametrize("name, share", [

@@ -72,11 +72,12 @@ In staging a fragment has 32 float4, one for each lane: element x of lane's floa
 of a strip follow each other, from fragment `first` on, and so do the strips, with room for `staged`
 fragments each. The copy before may still read them. In dQ it is the same, so a piece of a strip is one copy:
 
-  const int from = max(col + 8 * first, first_col), to = min(col + 8 * (first + staged), HEAD_DIM);
+  const int from = max(col + 8 * first, first_col), to = min(col + 8 * (first + staged), columns);
 
-are the columns that the engine adds, none if from >= to. A column of 16 rows is 64 bytes. The copy goes
+are the columns that the engine adds, none if from >= to. The tile has `columns`, d in this stage. A column of
+16 rows is 64 bytes. The copy goes
 
-  to      dQ + (row + 64 * s) * HEAD_DIM + 16 * from
+  to      dQ + (row + 64 * s) * columns + 16 * from
   from    staging + 128 * s * staged + 16 * (from - col - 8 * first)
 
 Given, in stages/common/hopper.cuh: bulk_add(to, from, bytes) asks for a copy that adds. bulk_commit() makes a
