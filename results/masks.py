@@ -125,7 +125,8 @@ def builds(each: list[argparse.Namespace]) -> list[tuple]:
               for call in libraries(full(args))}
     for args in each:
         if args.preset and args.direction == "bwd":
-            stage = flash.find_stage(None, flash.DTYPES[args.dtype], args.device, "bwd", True, args.head_dim)
+            stage = flash.find_stage(None, flash.DTYPES[args.dtype], args.device, "bwd", True, args.head_dim,
+                                     ahead.a_call(args.head_dim, True))
             for tiles in ahead.variants(stage, args.head_dim, args.device, False):
                 call = ahead.job(stage, flash.DTYPES[args.dtype], args.head_dim, False, tiles, args.device,
                                  deterministic=True, mask=masked.file(args))

@@ -18,14 +18,14 @@
 //
 // By turns a warpgroup makes all of dQ_i. A product has 64 rows, so hopper_tuned's 128 queries are two, each
 // of which reads all of K_j. But dQ_i^T = K_j^T dS_ij^T has d rows: with d <= 64 that is one product, of 64
-// rows and 128 columns, and K_j is read once. All else is the other way round:
+// rows and 128 columns, and K_j is read once.
 //
 //   - Of the accumulator a warp has 16 dims of all queries. So a tile of dQ_accum has 16 dims of its queries
 //     in one piece; another kernel makes dQ of it (common/transposed_sums.cuh).
-//   - The warpgroups stage their sums in the same shared memory, as the last ones have left it when it is
-//     the next one's turn: who is at its own work arrives at the barrier, but only then.
-//   - In what that spares there is a second buffer for K and V each: the next item's come while this one's
-//     last products go on.
+//   - Both warpgroups stage their sums in the same shared memory. The one that makes no dQ now arrives at
+//     the barrier when its own sums have left: then the other one may write there.
+//   - That spares 32 KB, in which there is a second buffer for K and V each: the next item's come while this
+//     one's last products go on.
 //   - dQ goes ahead of dK, which is made while the sums leave. (hopper_tuned lost by that.)
 //
 // In one run (H200, bf16, d=64, N = 2048 / 4096 / 16384, TFLOP/s): full 498 / 518 / 530 -> 510 / 530 / 534,
