@@ -41,7 +41,7 @@
 // HBM traffic without caches (hbm, above): half the sums, but each tile of Q and dO is read twice for 128
 // keys.
 //
-// Changed from consumer_roles: this. At d=256 4 bytes a thread are spilled if causal, none with a full mask,
+// Changed from consumer_roles: this. At d=256 4 bytes a thread are spilled with a causal or a full mask,
 // 24 with a window, up to 184 with masks that read tensors or change scores; at d=192 up to 24.
 #pragma once
 #include "common/cluster.cuh"
