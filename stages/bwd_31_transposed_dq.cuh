@@ -32,7 +32,7 @@
 // causal 420 / 493 / 525 -> 433 / 501 / 535; dK ahead of dQ 503 / 520 / 527, 428 / 499 / 532. Lost (H100,
 // of hopper_tuned's 479 / 526 / 540, causal 399 / 478 / 530): each warpgroup half of dQ, ahead of dK, with
 // two buffers of K and V (FlashAttention-3's order) 460 / 499 / 507, 392 / 457 / 507. K in registers for S:
-// 272 bytes spilled. The seeds of dP under the product S: ptxas serialises.
+// 272 bytes spilled. The seeds of dP under the product S: ptxas serialises. (The H200 had a first version.)
 //
 // With other d it is hopper_tuned with dQ ahead of dK, which ptxas serialises there: calls do not take it. So
 // it does with dropout, which this stage does not take: hopper_tuned's lines for that are left as they were.

@@ -2,8 +2,8 @@
 #pragma once
 #include "mask.cuh"
 
-// The random words of this lane's groups, for 32 columns of 16 x 16 elements each. The first element is of
-// query `row`, a multiple of 16; key `col`, of 16, is in the columns.
+// The random words of the group that this lane has in 16 rows and 32 columns. `row` is the first row; `col`
+// any of the columns that is a multiple of 16.
 __device__ __forceinline__ uint4 words_of_lane(const Mask& mask, int row, int col) {
   return mask.dropout.words(row + threadIdx.x % 32 / 4, col + threadIdx.x % 4 * 2);
 }
