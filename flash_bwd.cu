@@ -23,62 +23,71 @@
 // A row that sees no key gets and gives no gradient: its P is 0.
 //
 // The ladder. A stage grew from the one before it, if none is named here:
-//   stages/bwd_01_naive.cuh              the five matrix products, plainly; S, P, dP and dS, N x N, in HBM
-//   stages/bwd_02_recompute.cuh          FlashAttention-2: P from L, D = rowsum(dO * O); a K/V tile a block;
-//                                        dQ by atomicAdd
-//   stages/bwd_03_deterministic.cuh      dK and dV in one kernel, dQ in another: no atomics, the same bits
-//                                        every run; 7 products, not 5
-//   stages/bwd_04_register_tiles.cuh     (after recompute) a thread computes 4 x 8 pieces of all five
-//                                        products by outer products; K and V transposed
-//   stages/bwd_05_vectorized.cuh         four numbers at a time: from HBM, in shared memory, and the atomics
-//                                        of dQ
-//   stages/bwd_06_conflict_free.cuh      the lanes of a warp and the rows of tiles are arranged so that no
-//                                        bank conflict is left
-//   stages/bwd_07_fp32_tuned.cuh         what is left: 2^x, cut tiles apart, P out of registers, prefetch of
-//                                        Q and dO, order of blocks
-//   stages/bwd_08_mma.cuh                (after recompute) the five products on tensor cores; P and dS
-//                                        through shared memory
-//   stages/bwd_09_transposed.cuh         S^T = K Q^T and dP^T = V dO^T: P^T and dS^T are operands A as they
-//                                        lie in registers
-//   stages/bwd_10_split_warps.cuh        half of the warps make dV, the others dK: twice the keys a warp
-//   stages/bwd_11_cp_async.cuh           the next Q and dO under way: asynchronous copies into a second
-//                                        buffer
-//   stages/bwd_12_late_dq.cuh            dQ one tile late, under the exponentials; summed as the registers
-//                                        lie
-//   stages/bwd_13_split_heads.cuh        a block for each query head; dK and dV of a group added up in a
-//                                        fixed order
-//   stages/bwd_14_ordered_dq.cuh         deterministic on request: copies of dQ, added up in a fixed order
-//   stages/bwd_15_ampere_tuned.cuh       what is left: order of blocks, masked tiles apart, dK and dV by
-//                                        16-byte stores, unrolling
-//   stages/bwd_16_tma.cuh                (after transposed) tiles by the copy engine, L and D, too: tensor
-//                                        maps and mbarriers
-//   stages/bwd_17_wgmma.cuh              the five products by warpgroups, from shared memory; P^T and dS^T
-//                                        from registers
-//   stages/bwd_18_warp_specialized.cuh   a producer warp and consumer warpgroups, setmaxnreg, rings of Q and
-//                                        dO
-//   stages/bwd_19_tma_reduce.cuh         dQ leaves by the copy engine, which adds to HBM:
-//                                        cp.reduce.async.bulk
-//   stages/bwd_20_overlap.cuh            exponentials and dS under products, dK under dQ: nobody waits for a
-//                                        product before it must
-//   stages/bwd_21_seeded.cuh             accumulators start from -L and -D, and so the products subtract them
-//   stages/bwd_22_dq_by_turns.cuh        one warpgroup makes all of dQ_i; the other ones go on, and make the
-//                                        next
-//   stages/bwd_23_consumer_roles.cuh     (after seeded) a warpgroup for each of dV, dK and dQ; P and dS pass
-//                                        from one to the next through shared memory
-//   stages/bwd_24_exchanged_ds.cuh       two blocks exchange dS: each adds half of the columns of dQ, over
-//                                        the keys of both; clusters
-//   stages/bwd_25_half_tiles.cuh         dO comes in half tiles, three in a ring: one of the next tile's is
-//                                        there while dV reads this tile
-//   stages/bwd_26_whole_group.cuh        (after dq_by_turns) as many query heads of a key head in a block as
-//                                        leave blocks enough; dK, dV in parts if not all
-//   stages/bwd_27_persistent.cuh         as many blocks as multiprocessors; the next tile's K, V, Q, dO come
-//                                        while dK, dV are stored
-//   stages/bwd_28_whole_tiles.cuh        whole tiles have a loop of their own, which never asks the mask
-//   stages/bwd_29_hopper_tuned.cuh       what is left: early launches, TMA stores
-//   stages/bwd_30_exchanged_tuned.cuh    (after half_tiles) what is left: TMA stores, a cluster for each
-//                                        query head, order of blocks, early launches
-//   stages/bwd_31_transposed_dq.cuh      (after hopper_tuned) dQ^T = K^T dS^T at d <= 64: one product by
-//                                        turns, not two; what that spares holds the next K and V
+//   stages/bwd_01_naive.cuh                  the five matrix products, plainly; S, P, dP and dS, N x N, in
+//                                            HBM
+//   stages/bwd_02_recompute.cuh              FlashAttention-2: P from L, D = rowsum(dO * O); a K/V tile a
+//                                            block; dQ by atomicAdd
+//   stages/bwd_03_deterministic.cuh          dK and dV in one kernel, dQ in another: no atomics, the same
+//                                            bits every run; 7 products, not 5
+//   stages/bwd_04_register_tiles.cuh         (after recompute) a thread computes 4 x 8 pieces of all five
+//                                            products by outer products; K and V transposed
+//   stages/bwd_05_vectorized.cuh             four numbers at a time: from HBM, in shared memory, and the
+//                                            atomics of dQ
+//   stages/bwd_06_conflict_free.cuh          the lanes of a warp and the rows of tiles are arranged so that
+//                                            no bank conflict is left
+//   stages/bwd_07_fp32_tuned.cuh             what is left: 2^x, cut tiles apart, P out of registers, prefetch
+//                                            of Q and dO, order of blocks
+//   stages/bwd_08_mma.cuh                    (after recompute) the five products on tensor cores; P and dS
+//                                            through shared memory
+//   stages/bwd_09_transposed.cuh             S^T = K Q^T and dP^T = V dO^T: P^T and dS^T are operands A as
+//                                            they lie in registers
+//   stages/bwd_10_split_warps.cuh            half of the warps make dV, the others dK: twice the keys a warp
+//   stages/bwd_11_cp_async.cuh               the next Q and dO under way: asynchronous copies into a second
+//                                            buffer
+//   stages/bwd_12_late_dq.cuh                dQ one tile late, under the exponentials; summed as the
+//                                            registers lie
+//   stages/bwd_13_split_heads.cuh            a block for each query head; dK and dV of a group added up in a
+//                                            fixed order
+//   stages/bwd_14_ordered_dq.cuh             deterministic on request: copies of dQ, added up in a fixed
+//                                            order
+//   stages/bwd_15_ampere_tuned.cuh           what is left: order of blocks, masked tiles apart, dK and dV by
+//                                            16-byte stores, unrolling
+//   stages/bwd_16_tma.cuh                    (after transposed) tiles by the copy engine, L and D, too:
+//                                            tensor maps and mbarriers
+//   stages/bwd_17_wgmma.cuh                  the five products by warpgroups, from shared memory; P^T and
+//                                            dS^T from registers
+//   stages/bwd_18_warp_specialized.cuh       a producer warp and consumer warpgroups, setmaxnreg, rings of Q
+//                                            and dO
+//   stages/bwd_19_tma_reduce.cuh             dQ leaves by the copy engine, which adds to HBM:
+//                                            cp.reduce.async.bulk
+//   stages/bwd_20_overlap.cuh                exponentials and dS under products, dK under dQ: nobody waits
+//                                            for a product before it must
+//   stages/bwd_21_seeded.cuh                 accumulators start from -L and -D, and so the products subtract
+//                                            them
+//   stages/bwd_22_dq_by_turns.cuh            one warpgroup makes all of dQ_i; the other ones go on, and make
+//                                            the next
+//   stages/bwd_23_consumer_roles.cuh         (after seeded) a warpgroup for each of dV, dK and dQ; P and dS
+//                                            pass from one to the next through shared memory
+//   stages/bwd_24_exchanged_ds.cuh           two blocks exchange dS: each adds half of the columns of dQ,
+//                                            over the keys of both; clusters
+//   stages/bwd_25_half_tiles.cuh             dO comes in half tiles, three in a ring: one of the next tile's
+//                                            is there while dV reads this tile
+//   stages/bwd_26_whole_group.cuh            (after dq_by_turns) as many query heads of a key head in a block
+//                                            as leave blocks enough; dK, dV in parts if not all
+//   stages/bwd_27_persistent.cuh             as many blocks as multiprocessors; the next tile's K, V, Q, dO
+//                                            come while dK, dV are stored
+//   stages/bwd_28_whole_tiles.cuh            whole tiles have a loop of their own, which never asks the mask
+//   stages/bwd_29_hopper_tuned.cuh           what is left: early launches, TMA stores
+//   stages/bwd_30_exchanged_tuned.cuh        (after half_tiles) what is left: TMA stores, a cluster for each
+//                                            query head, order of blocks, early launches
+//   stages/bwd_31_transposed_dq.cuh          (after hopper_tuned) dQ^T = K^T dS^T at d <= 64: one product by
+//                                            turns, not two; what that spares holds the next K and V
+//   stages/bwd_32_writer_warp.cuh            (after hopper_tuned) a warp beside the producer adds the sums of
+//                                            dQ: consumers stage them, and go on
+//   stages/bwd_33_semaphores.cuh             the same bits in each run: sums of dQ wait for each other, in
+//                                            the order of keys, by semaphores
+//   stages/bwd_34_exchanged_semaphores.cuh   (after exchanged_tuned) exchanged_tuned with the same bits in
+//                                            each run: sums of dQ in the order of keys, by semaphores
 // The lines at a stage's start, and the two functions that it defines, are those of a forward stage.
 #include <cuda_runtime.h>
 #include <math.h>

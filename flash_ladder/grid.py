@@ -35,10 +35,12 @@ THIN = [GRID[n] for n in (0, 2, 4, 6, 8)]
 
 # Side branches, for d > 128: they make their parent no fork, and take what rungs in the middle take.
 # test_backward.py, test_hopper.py and test_masks.py have more of them.
-SIDE_BRANCH = ("consumer_roles", "exchanged_ds", "half_tiles", "exchanged_tuned")        # of the backward
+SIDE_BRANCH = ("consumer_roles", "exchanged_ds", "half_tiles", "exchanged_tuned",        # of the backward
+               "exchanged_semaphores")
 MULTICAST = ("multicast", "multicast_tuned")       # of the forward
 UP_TO_64 = ("transposed_dq",)  # of the backward, for d <= 64: with more its products are serialised
 STREAM_K = ("stream_k",)       # of the forward, where all tiles are equal: it makes its parent no fork
+IN_ORDER = ("writer_warp", "semaphores")      # of the backward, for d <= 192, as a tile of dQ has to fit
 
 
 def is_end(stage) -> bool:
@@ -53,7 +55,7 @@ def is_end(stage) -> bool:
 
 def cases_for(stage) -> list[tuple]:
     """All of GRID at the ends of a branch; fewer in between, as a mistake there mostly shows at the end."""
-    return GRID if is_end(stage) else THIN
+    return [case for case in (GRID if is_end(stage) else THIN) if stage.fits(case[5], 227 * 1024)]
 
 
 def type_for(stage, case) -> torch.dtype:

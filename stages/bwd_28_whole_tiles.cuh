@@ -121,7 +121,7 @@ __global__ void __launch_bounds__(threads, 1) backward_kernel(
           fill(Q_smem, Q_map, n, i * Br, h, work.b, L_smem, w.L + row);
           fill(dO_smem, dO_map, n, i * Br, h, work.b, D_smem, w.D + row);
         }
-      } while (++h % items.query_heads());
+      } while (++h % items.block_heads);
       next = next_item(w.ticket);
     }
   }
@@ -210,15 +210,15 @@ __global__ void __launch_bounds__(threads, 1) backward_kernel(
                                                    first_dim, dQ_part * dQ_columns);
       };
       for_each_tile(mask, tiles, j, n, step);                            // line 17
-    } while (++bh % items.query_heads());
+    } while (++bh % items.block_heads);
     const Handed done = of_lane_0(handed);  // again: no registers for it in the loop
     K_smem.release(m);
     V_smem.release(m);
     bh = of_lane_0(bh) - 1;                 // the last one; without the shuffle it is kept in the loop, too
 
     const int first_row = j * Bc + first_key, from_col = part * columns;
-    if (p.H > items.query_heads() * p.H_kv) {          // parts of dK and dV
-      store_parts(p, dKV_parts, bh, items.query_heads(), dK_reg, dV_reg, first_row, first_col, from_col);
+    if (p.H > items.block_heads * p.H_kv) {          // parts of dK and dV
+      store_parts(p, dKV_parts, bh, items.block_heads, dK_reg, dV_reg, first_row, first_col, from_col);
     } else {
       auto store = [&](const Tensor& out, float (&acc)[columns / 8][4]) {  // line 18
         for_each_pair(acc, [&](uint32_t packed, int r, int c) {
@@ -260,7 +260,7 @@ cudaError_t launch(const BwdParams& p, cudaStream_t stream) {
   w.D = w.L + rows_of_Q(p);
   prepare_seeds(w, p.scale);
   float* dKV_parts = w.D + rows_of_Q(p);
-  const Items items(p, 0, ceil_div(p.N_k, Bc), heads_of_a_block(p));        // line 2
+  const Items items(p, heads_of_a_block(p));                             // line 2
   w.ticket = reinterpret_cast<int*>(dKV_parts + 2 * numbers_of_K(p));
   w.first_ticket = multiprocessors();
   prepare_kernel<<<ceil_div(rows_of_Q(p), block_rows), 256, 0, stream>>>(p, w, 1);

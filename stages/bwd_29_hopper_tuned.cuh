@@ -4,7 +4,7 @@
 // needs:   sm_90a
 // after:   whole_tiles
 // default: sm_90a
-// deterministic: on request
+// deterministic: no
 // takes:   dropout, sink, d_v
 // tiles:   Br=128 Bc=128; d > 64: Br=64 Bc=128; d > 128: Br=64 Bc=64
 // limits:  Br in (64, 128); Bc in (64, 128); Br <= Bc
@@ -26,8 +26,6 @@
 //   - Early launches (common/launch.cuh): each kernel may start before the one ahead of it has ended, sets up
 //     its barriers and asks for K and V before it waits. (The kernel before prepare_kernel has ended by then,
 //     as that one is a launch like any other.)
-//   - Deterministic on request, as in ordered_dq: eight copies of dQ_accum, and a launch for eight tiles of
-//     keys at a time. So each number of a copy gets one addend a launch; a block then has one query head.
 //
 // Lost (H100, bf16, full, N=2048): dQ ahead of dK (d=128 498 -> 488; d=64 462 -> 456), dQ by halves (d=128
 // 485; d=64 423; an H200: 489 -> 441), L and D in the order of lanes, four in a load (d=64 395 -> 375), the
@@ -42,8 +40,8 @@
 // dropout_p=0.1 cost 1.43x, not 2.08x, at d=64 full (H100, bf16, N=4096; 120 bytes are spilled, not 468). It
 // takes no packed sequences: a map ends with its tensor, not with a sequence.
 //
-// HBM traffic without caches (hbm, above): as in whole_group; deterministic, as in ordered_dq. At d > 128 a
-// thread spills some bytes, which it loads once an item.
+// HBM traffic without caches (hbm, above): as in whole_group. At d > 128 a thread spills some bytes, which it
+// loads once an item.
 //
 // Changed from whole_tiles: these.
 #pragma once
@@ -80,7 +78,6 @@ constexpr int dQ_warps = by_turns ? warps : Br / 16 * dQ_sharing;        // the 
 constexpr int staged = 4 * Bc * turns / dQ_warps;  // each with so many columns of it in shared memory
 constexpr int room = Bc * turns / (8 * warps);     // of a warp in there, in panels of 16 rows
 constexpr int behind_dK = 2 * panels <= room ? 16 * pitch : 0;  // dV's room; if there is little, dK's
-constexpr int dQ_copies = DETERMINISTIC ? 8 : 1;   // of dQ_accum
 
 // As many blocks as items, or as multiprocessors. Line numbers are those of Algorithm 2.
 __global__ void __launch_bounds__(threads, 1) backward_kernel(
@@ -135,7 +132,7 @@ __global__ void __launch_bounds__(threads, 1) backward_kernel(
           fill(Q_smem, Q_map, n, i * Br, h, work.b, L_smem, w.L + row);
           fill(dO_smem, dO_map, n, i * Br, h, work.b, D_smem, w.D + row);
         }
-      } while (++h % items.query_heads());
+      } while (++h % items.block_heads);
       next = next_item(w.ticket);
     }
   }
@@ -223,20 +220,20 @@ __global__ void __launch_bounds__(threads, 1) backward_kernel(
         wgmma_wait<dQ_strips>();            // dK is there, dQ goes on
         Q_smem.release(n);
         wgmma_wait<0>();
-        float* dQ = w.dQ_accum + (int64_t)((j % dQ_copies * p.B * p.H + bh) * Tr + i) * (Br * d);
+        float* dQ = w.dQ_accum + (int64_t)(bh * Tr + i) * (Br * d);
         bulk_add_fragments<staged / dQ_strips / 8>(dQ, dQ_smem + 16 * warp * staged, dQ_reg, warp_row,
                                                    first_dim, dQ_part * dQ_columns);
       };
       for_each_tile(mask, tiles, j, n, step);                            // line 17
-    } while (++bh % items.query_heads());
+    } while (++bh % items.block_heads);
     const Handed done = of_lane_0(handed);  // again: no registers for it in the loop
     K_smem.release(m);
     V_smem.release(m);
     bh = of_lane_0(bh) - 1;                 // the last one; without the shuffle it is kept in the loop, too
 
     const int first_row = j * Bc + first_key, from_col = part * columns;
-    if (p.H > items.query_heads() * p.H_kv) {          // parts of dK and dV
-      store_parts(p, dKV_parts, bh, items.query_heads(), dK_reg, dV_reg, first_row, first_col, from_col);
+    if (p.H > items.block_heads * p.H_kv) {          // parts of dK and dV
+      store_parts(p, dKV_parts, bh, items.block_heads, dK_reg, dV_reg, first_row, first_col, from_col);
     } else {                                // line 18; where other warps may have had dQ, too
       if (threadIdx.x % 32 == 0) bulk_wait_read<0>();
       if (dQ_warps < warps) named_barrier_sync(3, 32 * warps);
@@ -249,7 +246,7 @@ __global__ void __launch_bounds__(threads, 1) backward_kernel(
   if (threadIdx.x % 32 == 0) bulk_wait<0>();
 }
 
-// Rows of L and D, and of dQ in each copy; numbers in dK and in dV
+// Rows of dQ, L and D; numbers in dK and in dV
 int64_t rows_of_Q(const BwdParams& p) { return (int64_t)p.B * p.H * padded(p.N_q); }
 
 int64_t numbers_of_K(const BwdParams& p) {
@@ -258,7 +255,7 @@ int64_t numbers_of_K(const BwdParams& p) {
 }
 
 size_t workspace_bytes(const BwdParams& p) {
-  return sizeof(float) * (rows_of_Q(p) * (dQ_copies * d + 2) + 2 * numbers_of_K(p)) + sizeof(int);
+  return sizeof(float) * (rows_of_Q(p) * (d + 2) + 2 * numbers_of_K(p)) + sizeof(int);
 }
 
 cudaError_t launch(const BwdParams& p, cudaStream_t stream) {
@@ -272,24 +269,21 @@ cudaError_t launch(const BwdParams& p, cudaStream_t stream) {
   if (error != cudaSuccess) return error;
   Workspace w;
   w.dQ_accum = static_cast<float*>(p.workspace);
-  w.L = w.dQ_accum + rows_of_Q(p) * dQ_copies * d;
+  w.L = w.dQ_accum + rows_of_Q(p) * d;
   w.D = w.L + rows_of_Q(p);
   prepare_seeds(w, p.scale);
   float* dKV_parts = w.D + rows_of_Q(p);
-  const int Tc = ceil_div(p.N_k, Bc), launch_tiles = DETERMINISTIC ? dQ_copies : Tc;       // line 2
   w.ticket = reinterpret_cast<int*>(dKV_parts + 2 * numbers_of_K(p));
   w.first_ticket = multiprocessors();
-  prepare_kernel<<<ceil_div(rows_of_Q(p), block_rows), 256, 0, stream>>>(p, w, dQ_copies);
+  prepare_kernel<<<ceil_div(rows_of_Q(p), block_rows), 256, 0, stream>>>(p, w, 1);
   const size_t bytes = sizeof(ELEMENT) * (2 * (Bc + 2 * Br) * pitch + 2 * Bc * Br) +
                        sizeof(float) * (64 * Bc * turns + 4 * Br) + 14 * sizeof(uint64_t);
   allow_shared_memory(backward_kernel, bytes);
-  for (int first_j = 0; first_j < Tc; first_j += launch_tiles) {
-    const Items items(p, first_j, min(launch_tiles, Tc - first_j), heads_of_a_block(p));
-    cudaLaunchKernelEx(EarlyLaunch(items.blocks(), threads, bytes, stream), backward_kernel, p, w, dKV_parts,
-                       items, Q_map, K_map, V_map, dO_map, dK_map, dV_map);
-  }
+  const Items items(p, heads_of_a_block(p));                             // line 2
+  cudaLaunchKernelEx(EarlyLaunch(items.blocks(), threads, bytes, stream), backward_kernel, p, w, dKV_parts,
+                     items, Q_map, K_map, V_map, dO_map, dK_map, dV_map);
   cudaLaunchKernelEx(EarlyLaunch(p.B * p.H * ceil_div(p.N_q, convert_rows), 256, 0, stream),
-                     convert_dQ_kernel, p, w.dQ_accum, dQ_copies);
+                     convert_dQ_kernel, p, w.dQ_accum, 1);
   reduce_heads(p, dKV_parts, p.H / heads_of_a_block(p), stream);
   return cudaGetLastError();
 }

@@ -820,8 +820,8 @@ BARRIERS = [(stage, line) for stage in filter(is_end, flash.stages())
 
 @pytest.mark.parametrize("stage, line", BARRIERS, ids=[f"{s.path.stem}-{line}" for s, line in BARRIERS])
 def test_no_barrier_can_be_spared(tmp_path, stage, line):
-    """Each one removed is a race, between lines of this stage or of functions that it calls; or an mbarrier
-    is used before it is initialised."""
+    """Each one removed is a race of a line of this stage, or of a function that it calls; or an mbarrier is
+    used before it is initialised."""
     def without(text):
         lines = text.splitlines()
         lines[line - 1] = re.sub(r"__sync\w+\(\);", "", lines[line - 1])
@@ -832,7 +832,7 @@ def test_no_barrier_can_be_spared(tmp_path, stage, line):
     shapes = [(16, None, 70), (16, -0.1, 70), (256, None, 70), (128, None, 70), (16, None, 20)]
     if stage.needs == "sm_90a":
         shapes.insert(0, (64, None, 70))                               # for two warpgroups
-    for d, scale, N_k in shapes:
+    for d, scale, N_k in [shape for shape in shapes if stage.fits(shape[0], 227 * 1024)]:
         q, k, v = random_qkv(1, 1, 1, 70, N_k, d, "cpu", stage.dtypes[0])
         tiles = min(tile_sizes(stage, d)[0], {"Br": 32, "Bc": 32}, key=lambda tile: -tile["Br"])
         tiles = stage.default_tiles(d) if d == 128 else {"Br": 128, "Bc": 16} if d == 64 else tiles
@@ -847,7 +847,7 @@ def test_no_barrier_can_be_spared(tmp_path, stage, line):
             break
     assert races and {f.what for f in report.findings} <= {"race", "uninitialised", "error"}
     for race in races:
-        assert all(str(file.name) in f"{p} {p.callers}" or p.file == str(file) for p in race.places)
+        assert any(str(file.name) in f"{p} {p.callers}" or p.file == str(file) for p in race.places)
 
 
 OUT_OF_BOUNDS = [

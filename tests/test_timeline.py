@@ -1,6 +1,7 @@
 """bench.py --timeline: marks in a stage, the model that gives them times, what is drawn of them."""
 
 import argparse
+import itertools
 import json
 import re
 import subprocess
@@ -14,7 +15,7 @@ import flash
 from flash_ladder import ahead, launch
 from flash_ladder.bench import arguments, chart, marks, modes, steps, timeline
 from flash_ladder.bench.marks import BEGIN, END, POINT, Block, Mark, Source, Span
-from flash_ladder.grid import SIDE_BRANCH, UP_TO_64
+from flash_ladder.grid import IN_ORDER, SIDE_BRANCH, UP_TO_64
 
 BOTH = ("fwd", "bwd")
 STAGES, BACKWARD = ({stage.name: stage for stage in flash.stages(direction) if timeline.has_marks(stage)}
@@ -23,7 +24,7 @@ ALL = [*STAGES.values(), *BACKWARD.values()]
 needs_nvcc = pytest.mark.skipif(NVCC is None, reason=WHY_NOT)
 # Bytes that are spilled for marks: by the producer, which has 24 registers; and where d is not 128
 SPILLED = {"seamless": 8, "early_wait": 8, "hopper_tuned": 16, "stream_k": 32, "persistent": 8,
-           "whole_tiles": 16, "transposed_dq": 12}
+           "whole_tiles": 16, "transposed_dq": 12, "writer_warp": 8, "semaphores": 24}
 NOT_IN_FLIGHT = (("fwd", "lazy_rescale"), ("fwd", "cut_diagonal"), ("fwd", "hopper_tuned"),
                  ("fwd", "multicast_tuned"), ("fwd", "stream_k"), ("bwd", "seeded"))
 SPILLED_BACKWARD = {("dq_by_turns", 64): 8, ("whole_group", 64): 4, ("persistent", 64): 8,
@@ -523,9 +524,11 @@ def test_warpgroups_of_a_stage_of_ones_own_meet_at_an_mbarrier(tmp_path):
                                   if name not in SIDE_BRANCH])
 def test_each_backward_stage_in_a_small_shape(name):
     """Two heads of queries share one of keys, causal: five products a tile that some row sees, all of dS
-    through shared memory, dQ added once, by the warps or by the copy engine; dK and dV stored. Where blocks
-    take one tile of keys after the other there is one head, so that none takes a second one."""
-    heads = "1:1" if name in ("persistent", "whole_tiles", "hopper_tuned", "transposed_dq") else "2:1"
+    through shared memory, dQ added once, by the warps or by the copy engine, which warps beside the producer
+    may ask for that; dK and dV stored. Where blocks take one tile of keys after the other there is one head,
+    so that none takes a second one."""
+    one = ("persistent", "whole_tiles", "hopper_tuned", "transposed_dq", *IN_ORDER)
+    heads = "1:1" if name in one else "2:1"
     (args,) = arguments.parse_arguments(["--timeline", "--pass", "bwd", "--stages", name, "--seqlens", "256",
                                          "--heads", heads, "--head-dim", "64", "--causal"])
     data = timeline.simulated(BACKWARD[name], 256, args)
@@ -538,7 +541,8 @@ def test_each_backward_stage_in_a_small_shape(name):
     one_head = heads == "1:1" or name == "whole_group"
     tiles = 256 // Br * (1 if one_head else 2)      # all rows, of one head or two
     assert busy == dict.fromkeys(("S", "dP", "dV", "dK", "dQ"), tiles * Br * 128 * 64 // (64 * 16 * 16))
-    warpgroups = {span.lane for span in spans if span.row == "work"} - {"producer, warp 8"}
+    beside = {"writer_warp": ["warp 9"], "semaphores": ["warp 9", "warp 10"]}.get(name, [])
+    warpgroups = {span.lane for span in spans if span.row == "work"} - {"producer, warp 8", *beside}
     kinds = {kind: sum(span.end - span.start for span in spans if span.kind == kind)
              for kind in ("shared", "gradients", "store", "sums", "bulk_add")}
     stored = 2 * 128 * 64 * (4 if name == "whole_group" else 2)     # bytes: there a head's part, in float
@@ -547,6 +551,26 @@ def test_each_backward_stage_in_a_small_shape(name):
     by_warps = name in ("tma", "wgmma", "warp_specialized")
     assert kinds["sums"] == by_warps * tiles * Br * 64 * 4 / steps.COPIED_BYTES
     assert (kinds["bulk_add"] > 0) != by_warps
+    assert not beside or {span.lane for span in spans if span.kind == "bulk_add"} == {beside[-1]}
+
+
+@pytest.mark.parametrize("d", [64, 128])
+@pytest.mark.parametrize("name, lanes", [("writer_warp", ["warp 9"]), ("semaphores", ["warp 9", "warp 10"])])
+def test_a_warp_that_adds_dQ(name, lanes, d):
+    """Of the block that takes two of four tiles of keys: one tile of dQ after the other, beside the products
+    of the next one, if it is not a tile of keys' last. A warp that asks for turns has a lane, too."""
+    (args,) = arguments.parse_arguments(["--timeline", "--pass", "bwd", "--stages", name, "--seqlens", "512",
+                                         "--heads", "1:1", "--head-dim", str(d)])
+    data = timeline.simulated(BACKWARD[name], 512, args)
+    spans, Br = timeline.spans_of(data), data["tiles"]["Br"]
+    assert {span.lane for span in spans if span.lane.startswith("warp ")} == set(lanes)
+    added = [span for span in spans if span.kind == "bulk_add"]
+    assert {span.lane for span in added} == {lanes[-1]} and len(added) == 2 * 512 // Br
+    assert all(span.end - span.start >= Br * d * 4 / steps.COPIED_BYTES for span in added)
+    assert all(span.end <= following.start for span, following in itertools.pairwise(added))
+    busy = [span for span in spans if span.row == "tensor cores"]
+    beside = [any(span.start < p.end and p.start < span.end for p in busy) for span in added]
+    assert beside.count(False) <= 2
 
 
 @pytest.mark.parametrize("name, products, N", [("dq_by_turns", 2, 512), ("transposed_dq", 1, 384)])
@@ -569,7 +593,8 @@ def test_who_makes_dQ_by_turns(name, products, N):
 
 
 @pytest.mark.parametrize("name, share", [
-    ("consumer_roles", 1), ("exchanged_ds", 0.5), ("half_tiles", 0.5), ("exchanged_tuned", 0.5)])
+    ("consumer_roles", 1), ("exchanged_ds", 0.5), ("half_tiles", 0.5), ("exchanged_tuned", 0.5),
+    ("exchanged_semaphores", 0.5)])
 def test_warpgroups_with_work_of_their_own(name, share):
     """dS of a tile waits for P, and dQ for dS; a block of a cluster adds half of the columns of dQ."""
     (args,) = arguments.parse_arguments(["--timeline", "--pass", "bwd", "--stages", name, "--seqlens", "256",

@@ -67,7 +67,8 @@ class Mark:
 
 @dataclass(frozen=True)
 class Block:
-    """The marks of a block: of the first warp of each four that left any, by the name of its lane."""
+    """The marks of a block, by the name of the lane: of the first warp of each four that left any, and of
+    each warp beside a producer that has work of its own."""
 
     lanes: dict[str, list[Mark]]
     number: int = 0
@@ -151,26 +152,41 @@ def read(buffer: numpy.ndarray, stage: Stage) -> Block:
         raise ValueError(f"{stage.path.name} left no marks")
     arrivals = set((what[(what >> 16 & 0x3f) // 3 == KINDS.index("arrive")] & 0xffff).tolist())
     times = (nanoseconds - nanoseconds[warps[0], 0]).view(numpy.int32)   # the lower half goes round
-    for warp in warps:
+
+    def marks_of(warp: int, alone: bool = False) -> list[Mark]:
         count = numpy.count_nonzero(what[warp])
-        marks = list(_marks(times[warp, :count].tolist(), what[warp, :count].tolist(), source, arrivals))
+        return list(_marks(times[warp, :count].tolist(), what[warp, :count].tolist(), source, arrivals,
+                           alone))
+
+    for first in warps:
+        marks = marks_of(first)
         kinds = {mark.kind for mark in marks}
         fills = "empty" in kinds and "product" not in kinds
-        lanes[f"producer, warp {warp}" if fills else f"warps {warp} to {warp + WARPGROUP - 1}"] = marks
+        # They come before the producer: of what both wait for at the same time, theirs is there first
+        for warp in range(first + 1, first + WARPGROUP) if fills else ():
+            own = marks_of(warp, alone=True)
+            if any(mark.kind != "barrier" for mark in own):
+                lanes[f"warp {warp}"] = own
+        lanes[f"producer, warp {first}" if fills else f"warps {first} to {first + WARPGROUP - 1}"] = marks
     if not any(mark.kind == "product" for marks in lanes.values() for mark in marks):
         lanes = {lane: with_mma(marks) for lane, marks in lanes.items()}
     return Block(lanes, number, int(buffer["multiprocessors"][number]), bool(what[:, -1].any()))
 
 
-def _marks(times: list[int], all_what: list[int], source: Source, arrivals: set[int]) -> Iterable[Mark]:
+def _marks(times: list[int], all_what: list[int], source: Source, arrivals: set[int],
+           alone: bool = False) -> Iterable[Mark]:
     """A warp's, with their labels and tiles. Where no ring counts the steps, they are counted here, as are
-    the phases of mbarriers at which warps arrive: arrivals, their places. At others copies do."""
+    the phases of mbarriers at which warps arrive: arrivals, their places. At others copies do. alone: it does
+    what no other warp does, in stages/common. So no line tells its rings, and what it does with them is left
+    out."""
     counted: dict[str, int] = defaultdict(int)
-    first: dict[str, int] = {}         # the parity of the first wait: for 1 there is no phase yet
+    phases: dict[str, int] = {}        # that were waited for last; for a first parity of 1 there is none yet
     step = buffers = 0
     barrier = ""
     for time, what in zip(times, all_what, strict=True):
         line, (number, side), amount = what >> 22, divmod(what >> 16 & 0x3f, 3), what & 0xffff
+        if alone and KINDS[number] in ("wait", "release"):
+            continue
         kind = source.work(line) if KINDS[number] == "elements" else KINDS[number]
         ring, label = source.ring(line), source.label(kind, line)
         if kind in ("wait", "empty", "release") and side != END:
@@ -182,8 +198,8 @@ def _marks(times: list[int], all_what: list[int], source: Source, arrivals: set[
                 barrier = f"mbarrier {place}" if place in arrivals else ""
             ring = barrier
             if ring and side != END:
-                step = counted[f"wait for {ring}"] - first.setdefault(ring, parity)
-                counted[f"wait for {ring}"] += 1
+                last = phases.get(ring, -1)
+                step = phases[ring] = last + (last % 2 != parity)      # the same parity: the same phase again
         if kind == "arrive":
             kind, ring = "release", f"mbarrier {amount}"
             step = counted[ring]
@@ -196,7 +212,7 @@ def _marks(times: list[int], all_what: list[int], source: Source, arrivals: set[
             if ring:
                 yield Mark("empty", END, label, buffers, ring, step, time)
         if kind == "bulk_add":
-            amount *= COPIED_AT_ONCE * WARPGROUP
+            amount *= COPIED_AT_ONCE * (1 if alone else WARPGROUP)
         yield Mark(kind, side, label, buffers if kind == "empty" else amount, ring, step, time)
 
 

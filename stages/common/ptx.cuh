@@ -93,6 +93,13 @@ __device__ __forceinline__ uint32_t where_less(uint32_t a, uint32_t b, bool flip
   return mask;
 }
 
+// What is there now, past the L1 cache. What others had done before they released it is seen after it.
+__device__ __forceinline__ int load_acquire(const int* from) {
+  int x;
+  asm volatile("ld.acquire.gpu.global.b32 %0, [%1];" : "=r"(x) : "l"(from) : "memory");
+  return x;
+}
+
 // cp.async (sm_80): start to copy 16 bytes from global to shared memory, past the registers and the L1 cache.
 // The first `bytes` of them come from there, the rest become zeros. The copy may be made at any time until
 // this thread has waited for it; for other threads a barrier must follow the wait.

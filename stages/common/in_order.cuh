@@ -1,0 +1,106 @@
+// Sums of dQ in a fixed order, which gives the same bits in each run. Introduced by: backward stage 33,
+// semaphores.
+//
+// dQ_i is a sum over the tiles j of K and V that it sees. Blocks add their parts of it when they have them,
+// and in float the last bits of a sum depend on the order. Here that is the order of j. A semaphore in HBM,
+// one for each dQ_i, counts the tiles that have been added. Who is to add tile j waits until it counts those
+// before j, and counts its own when the sums are there.
+//
+// Every wait ends: a block is at work on the tiles before j, or has done them, since it drew them earlier
+// (items.cuh), and the first of all tiles that are not done waits for none. (A block's first tile is that of
+// its number: so, if not all blocks run, it ends if they start in that order, which CUDA does not promise.)
+//
+// Few waits are long. Blocks walk through the queries from the last ones up, and those of a head start one
+// after the other: j is one sum behind j - 1, and stays that. (From the first ones down, causal, tile j would
+// begin at query j, and wait until those before it come there.)
+#pragma once
+#include "staged_sums.cuh"
+
+// Of so many blocks, each with a tile of K and V and all of its queries: as many heads at a time as are at
+// work at once. So j = 0 of the next heads comes first, when j = 0 of these heads is done.
+__host__ __device__ inline int heads_at_once(int blocks, int tiles) { return ceil_div(blocks, tiles); }
+
+__global__ void clear_kernel(int* semaphores, int count) {
+  const int n = blockIdx.x * blockDim.x + threadIdx.x;
+  if (n < count) semaphores[n] = 0;
+}
+
+// step(t, cut) for each tile of Q that sees something of tile j, as for_each_tile(), the last one first
+template <class Tiles, class Step>
+__device__ __forceinline__ void for_each_tile_from_last(const Mask& mask, const Tiles& tiles, int j, int& n,
+                                                        Step step) {
+  int t = tiles.end - 1;
+  for (; t >= tiles.first && mask.cuts(tiles, t, j); t--, n++) step(t, true);
+  for (; t >= tiles.first && !mask.cuts(tiles, t, j); t--, n++) step(t, false);
+  for (; t >= tiles.first; t--, n++) step(t, true);
+}
+
+// How many of the tiles before j does tile i of Q see? By a warp.
+__device__ __forceinline__ int tiles_before(const Mask& mask, int i, int j) {
+  if constexpr (Mask::is_range && Mask::sides == 1) return j;            // all
+  const auto tiles = mask.key_tiles(i);
+  int before = 0;
+  for (int first = 0; first < tiles.end; first += 32) {
+    const int t = first + threadIdx.x % 32;
+    before += __popc(__ballot_sync(0xffffffff, t < tiles.end && tiles[t] < j));
+  }
+  return before;
+}
+
+// A warp asks whose turn it is to add to the tiles of dQ that see tile j, and says so in shared memory: those
+// that add need not wait for HBM. semaphores: of the tiles of this head, `step` apart. n: tiles so far
+template <class Tiles>
+__device__ __forceinline__ void ask_for_turns(const Place& turn, const Mask& mask, const Tiles& tiles, int j,
+                                              const int* semaphores, int step, unsigned& n) {
+  for (int t = tiles.end - 1; t >= tiles.first; t--, n++) {
+    const int i = tiles[t], before = tiles_before(mask, i, j);
+    turn.wait_until_empty(n);
+    while (threadIdx.x % 32 == 0 && load_acquire(semaphores + i * step) < before) {}
+    turn.filled();
+  }
+}
+
+// By one thread, which has waited for the sums
+__device__ __forceinline__ void count_sums(int* semaphore) {
+  __threadfence();
+  atomicAdd(semaphore, 1);
+}
+
+// What two warps beside the producer do where others add from registers: one asks for their turns, the other
+// one counts what they have added. `added`: two Places, by turns
+template <class Tiles>
+__device__ __forceinline__ void keep_order(const Place& turn, uint64_t* added, const Mask& mask,
+                                           const Tiles& tiles, int j, int* semaphores, int step) {
+  unsigned n = 0;                           // tiles so far
+  wait_for_previous_kernel();
+  if (warp_index() % 4 == 1) return ask_for_turns(turn, mask, tiles, j, semaphores, step, n);
+  for (int t = tiles.end - 1; t >= tiles.first && warp_index() % 4 == 2; t--, n++) {
+    const Place place(added + n % 2 * 2);
+    place.wait_until_full(n / 2);
+    if (threadIdx.x % 32 == 0) count_sums(semaphores + tiles[t] * step);
+    place.emptied();
+  }
+}
+
+// What two warps beside the producer do, so that no consumer waits for a semaphore, or for its sums to be in
+// HBM: one asks whose turn it is, the other one adds what is staged, and counts it.
+template <int buffers, class K_ring>
+__device__ __forceinline__ void add_in_order(const StagedSums<buffers>& sums, int* semaphores,
+                                             const BwdParams& p, const Items& items,
+                                             const K_ring& K_smem, const Handed* handed) {
+  const int Tr = ceil_div(p.N_q, BLOCK_R);
+  const Place turn = sums.turn();
+  unsigned n = 0;                           // tiles so far
+  for_each_item(p, items, K_smem, handed, [&](const Mask& mask, int j, int bh) {
+    const auto tiles = mask.query_tiles(j);
+    if (warp_index() % 4 == 1) return ask_for_turns(turn, mask, tiles, j, semaphores + bh * Tr, 1, n);
+    for (int t = tiles.end - 1; t >= tiles.first; t--, n++) {
+      turn.wait_until_full(n);
+      turn.emptied();
+      sums.add(n, bh * Tr + tiles[t]);
+      if (threadIdx.x % 32 > 0) continue;
+      bulk_wait<0>();
+      count_sums(semaphores + bh * Tr + tiles[t]);
+    }
+  });
+}
