@@ -110,14 +110,13 @@ def _precompiled_header(flags: list[str]) -> list[str]:
 
 
 def build_simulator() -> Path:
-    flags = ["-std=c++17", "-O2", "-g1", "-fno-strict-aliasing", "-fno-semantic-interposition"]
-    name = _name("simulator", [], flags, simulator.signature())
+    name = _name("simulator", [], simulator.RUNTIME_FLAGS, simulator.signature())
     if not _is_built(name, f"{name}.so"):
         print("Building the simulator, once: a few seconds ...", file=sys.stderr, flush=True)
 
     def compile_into(library: Path) -> None:
         with _explained(name):
-            simulator.compile_runtime(library, flags)
+            simulator.compile_runtime(library)
 
     return _once(name, f"{name}.so", compile_into)
 

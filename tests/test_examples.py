@@ -2,6 +2,7 @@
 table that agrees, errors that help."""
 
 import importlib.util
+import io
 import json
 import re
 import sys
@@ -11,6 +12,8 @@ import pytest
 pytest.importorskip("transformers", minversion="5.17")
 
 import torch  # noqa: E402
+from rich.console import Console  # noqa: E402
+from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 
 import flash  # noqa: E402
 import flash_ladder.transformers  # noqa: E402
@@ -182,6 +185,32 @@ def test_the_real_shapes(train_gpt):
         with torch.device("meta"):
             made = build(model, size, "eager", 1024)
         assert sum(x.numel() for x in made.parameters()) == count
+
+
+class Reads(TorchDispatchMode):
+    """How often a value is read from a tensor. On a GPU the host waits for each."""
+
+    def __init__(self):
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += func.overloadpacket is torch.ops.aten._local_scalar_dense
+        return func(*args, **kwargs or {})
+
+
+@pytest.mark.parametrize("model, options", [("gpt2", {"dropout": 0.1}), ("llama", {"checkpointing": True})])
+def test_the_host_does_not_wait(train_gpt, monkeypatch, model, options):
+    """The losses are read at the end alone; a progress bar reads that of the first step and the last, too."""
+    from gpt.training import Settings, train
+
+    monkeypatch.setattr(torch.optim, "AdamW",  # which on the CPU reads its own counters
+                        lambda parameters, lr, **others: torch.optim.SGD(parameters, lr))
+    settings = Settings(model, "tiny", "flash", batch=2, seq_len=32, **options)
+    for terminal, shown in ((False, 0), (True, 2)):
+        with Reads() as reads:
+            result = train(settings, 4, console=Console(file=io.StringIO(), force_terminal=terminal))
+        assert reads.count == len(result.losses) + shown
 
 
 @pytest.mark.slow

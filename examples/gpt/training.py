@@ -10,11 +10,13 @@ import zlib
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from transformers import masking_utils
 
 from .data import batch_of, corpus
 from .models import build, implementation
@@ -24,7 +26,7 @@ BACKENDS = {"flash": SDPBackend.FLASH_ATTENTION, "efficient": SDPBackend.EFFICIE
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 NO_KERNEL = ("No available kernel", "No viable backend")  # SDPA's words, on a GPU and on the CPU
 WARM_UP = 10     # steps: the learning rate rises, kernels are compiled, and no time is taken
-LOOK = 10        # every so many steps the loss is read back from the GPU, for the progress bar
+LOOK = 10        # every so many steps the progress bar reads the loss: the host waits for the GPU
 
 
 @dataclass(frozen=True)
@@ -99,14 +101,16 @@ def train(settings: Settings, steps: int, checkpoint: Path = Path("checkpoint.pt
                TextColumn("loss {task.fields[loss]}"))
     console = console or Console(stderr=True)
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar, \
-            backend_of(settings):
+            backend_of(settings), without_packing():
         task = bar.add_task(settings.attention, total=steps, completed=begin, loss="-")
         for step in range(begin, steps):
             if step == timed_from:
                 clock = now(device)
             for group in optimizer.param_groups:
                 group["lr"] = settings.lr * min((step + 1) / WARM_UP, 1.0)
-            ids = batch_of(data, settings.seed, step, settings.batch, settings.seq_len).to(device)
+            ids = batch_of(data, settings.seed, step, settings.batch, settings.seq_len)
+            if device.type == "cuda":  # a copy from memory that is not pinned would make the host wait
+                ids = ids.pin_memory().to(device, non_blocking=True)
             with torch.autocast(device.type, DTYPES[settings.dtype], enabled=settings.dtype != "fp32"):
                 loss = run(ids, labels=ids, use_cache=False).loss
             optimizer.zero_grad()
@@ -114,7 +118,7 @@ def train(settings: Settings, steps: int, checkpoint: Path = Path("checkpoint.pt
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
             losses.append(loss.detach())
-            if step % LOOK == 0 or step == steps - 1:
+            if not bar.disable and (step % LOOK == 0 or step == steps - 1):
                 bar.update(task, completed=step + 1, loss=f"{losses[-1].item():.3f}")
             if save_every and ((step + 1) % save_every == 0 or step == steps - 1):
                 save(checkpoint, settings, data, model, optimizer, step + 1, losses)
@@ -148,6 +152,12 @@ def backend_of(settings: Settings) -> contextlib.AbstractContextManager:
     if settings.attention != "sdpa" or settings.backend is None:
         return contextlib.nullcontext()
     return sdpa_kernel(BACKENDS[settings.backend])
+
+
+def without_packing() -> contextlib.AbstractContextManager:
+    """No batch here packs several sequences into one. Transformers looks for them in each forward pass, and
+    reads the answer back: the host would wait for the GPU in each step."""
+    return mock.patch.object(masking_utils, "find_packed_sequence_indices", lambda position_ids: None)
 
 
 def now(device: torch.device) -> float:
