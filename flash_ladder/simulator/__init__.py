@@ -25,8 +25,8 @@ __all__ = ["TranslationError", "compile_flags", "compile_library", "compile_runt
 FOLDER = Path(__file__).resolve().parent
 RUNTIME = FOLDER / "runtime"
 UNITS = 3                             # as which its files are compiled, side by side
-# -march=native as kernels have it: between code with AVX and code without, a call, such as the checker has for
-# each access, lost 160 ns on an Intel Xeon. -ffp-contract=off: products and sums round as on every other CPU.
+# -march=native as kernels have it: between code with AVX and code without, a call, such as the checker has
+# for each access, lost 160 ns on an Intel Xeon. -ffp-contract=off: sums of products round as on other CPUs.
 RUNTIME_FLAGS = ["-std=c++17", "-O2", "-g1", "-march=native", "-ffp-contract=off", "-fno-strict-aliasing",
                  "-fno-semantic-interposition"]
 INCLUDE = FOLDER / "include"
