@@ -13,15 +13,16 @@
 // At d=64 half of L2 is better (H100, causal, N=16384, three runs): two heads in the place of four 0.967 ->
 // 0.974, 0.961 -> 0.971, 0.982 -> 0.988 of FlashAttention-3 in transposed_dq. At d=128 one in the place of
 // two 1.035 -> 1.027 in hopper_tuned.
+constexpr int parts_of_L2 = HEAD_DIM <= 64 ? 2 : 1;        // heads have one of them
+
 struct Items {
-  static constexpr int L2_MB = HEAD_DIM > 64 ? 40 : 20;
   int tiles, block_heads, heads;       // heads: those of dispatch_order(), groups of block_heads
   int all, heads_together;             // (The producer's registers just suffice if it need not multiply.)
 
   Items(const BwdParams& p, int block_heads)
       : tiles(ceil_div(p.N_k, BLOCK_C)), block_heads(block_heads), heads(p.B * p.H / block_heads),
         all(tiles * heads),
-        heads_together(CAUSAL || !Mask::all_keys ? heads_with_sums_in_L2(heads, p.N_q, L2_MB) : 1) {}
+        heads_together(!CAUSAL && Mask::all_keys ? 1 : heads_with_sums_in_L2(heads, parts_of_L2 * p.N_q)) {}
 
   int blocks() const { return min(all, multiprocessors()); }
 
