@@ -142,7 +142,7 @@ def declares(statement: str, use: str) -> bool:
     """Whether a statement declares a variable that another one uses."""
     if not re.match(r"(?:const\s+)?[A-Za-z_][\w:]*[\s*&]+\w+\s*[=({\[;]", statement):
         return False
-    declared, used = re.findall(r"(\w+)\s*[=({\[]", statement), re.findall(r"\w+", use.split("(", 1)[1])
+    declared, used = re.findall(r"(\w+)\s*[=({\[]", statement), re.findall(r"\w+", use)
     return not set(declared).isdisjoint(used)
 
 
