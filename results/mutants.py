@@ -300,7 +300,7 @@ def run(stages: list[flash.Stage], known: dict, out: Path, new: bool = False, ag
         mine = [rows[m.name] for m in own.values()]
         print(f"{stage.path.name}: {len(mine)} mutants, {sum(not row['how'] for row in mine)} not found",
               flush=True)
-        if not (new or again):
+        if not (new or again) or known["stages"].get(stage.path.stem) is None:
             known["stages"] = dict(sorted((known["stages"] | {stage.path.stem: fingerprint(stage)}).items()))
         known |= {"date": str(date.today()), "mutants": [rows[name] for name in present if name in rows]}
         out.write_text(as_json(known))
@@ -314,7 +314,7 @@ def as_json(data: dict) -> str:
 
 
 def stale(data: dict) -> list[str]:
-    """The stages that mutants.json has, and that have changed since."""
+    """The stages that mutants.json has, and that have changed since; or that it has no mutants of yet: null."""
     return [stage.path.stem for stage in flash.stages()
             if data["stages"].get(stage.path.stem, fingerprint(stage)) != fingerprint(stage)]
 
