@@ -314,7 +314,7 @@ def as_json(data: dict) -> str:
 
 
 def stale(data: dict) -> list[str]:
-    """The stages that mutants.json has, and that have changed since; or that it has no mutants of yet: null."""
+    """The stages that have changed since mutants.json was written, or that it has no mutants of yet: null."""
     return [stage.path.stem for stage in flash.stages()
             if data["stages"].get(stage.path.stem, fingerprint(stage)) != fingerprint(stage)]
 

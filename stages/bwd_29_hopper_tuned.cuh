@@ -40,10 +40,10 @@
 // dropout_p=0.1 cost 1.43x, not 2.08x, at d=64 full (H100, bf16, N=4096; 120 bytes are spilled, not 468). It
 // takes no packed sequences: a map ends with its tensor, not with a sequence.
 //
-// Dropout at d=64 (H100, bf16, N=4096, full and causal, of the time without it): 1.42, 1.44. Without Philox it
-// would be 1.16, 1.15 (in transposed_dq). Lost: random words under the products S and dP, as a bit for each
-// element, and dS two elements an instruction (transposed_dq 1.45, 1.46; hopper_tuned 1.56, 1.48); shuffles of
-// what the other lane needs alone, half as many (1.61, 1.61); none at all, 1.46, 1.45: they cost nothing.
+// Dropout at d=64 (H100, bf16, N=4096, full and causal, of the time without it): 1.42, 1.44. Without Philox
+// it would be 1.16, 1.15 (transposed_dq). Lost: random words under the products S and dP, as a bit for each
+// element, and dS two elements an instruction (1.56, 1.48); half as many shuffles (1.61, 1.61). Without any
+// shuffle it would be 1.46, 1.45, as with them: they cost nothing.
 //
 // HBM traffic without caches (hbm, above): as in whole_group. At d > 128 a thread spills some bytes, which it
 // loads once an item.

@@ -27,7 +27,7 @@ SPILLED = {"seamless": 8, "early_wait": 8, "hopper_tuned": 16, "stream_k": 32, "
            "whole_tiles": 16, "transposed_dq": 12, "writer_warp": 8, "semaphores": 24}
 NOT_IN_FLIGHT = (("fwd", "lazy_rescale"), ("fwd", "cut_diagonal"), ("fwd", "hopper_tuned"),
                  ("fwd", "multicast_tuned"), ("fwd", "stream_k"), ("bwd", "seeded"))
-SPILLED_BACKWARD = {("dq_by_turns", 64): 8, ("whole_group", 64): 4, ("persistent", 64): 8,
+SPILLED_BACKWARD = {("dq_by_turns", 64): 8, ("whole_group", 64): 4, ("persistent", 64): 12,
                     ("whole_tiles", 64): 20, ("hopper_tuned", 64): 28, ("overlap", 256): 16,
                     ("exchanged_ds", 256): 56}
 
