@@ -361,8 +361,9 @@ def table(data: dict) -> str:
         equal = sum(not row["how"] for row in rows) - left
         numbers = len(rows), equal, len(rows) - equal - left - alone, alone, left
         lines.append(f"| {kind} | {' | '.join(map(str, numbers))} |")
-    changed = len(stale(data))
-    tried = f"Of {len(data['stages'])} of {len(flash.stages())} stages, {changed} of which have changed since"
+    ran = [stage for stage, known in data["stages"].items() if known]
+    changed = len({*stale(data)} & {*ran})
+    tried = f"Of {len(ran)} of {len(flash.stages())} stages, {changed} of which have changed since"
     more = f"Hopper's {len(SHAPES + MORE_SHAPES)}, and {len(SHAPES + MORE_BACKWARD)} backward"
     how = f"in {len(SHAPES)} calls each ({more}): ragged, with grouped heads, with masks"
     return "\n".join([*lines, "", f"{tried}: {how}. By `python results/mutants.py`, {data['date']}."])

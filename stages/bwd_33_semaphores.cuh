@@ -22,7 +22,7 @@
 // ordered_dq has another way: eight copies of dQ, each of which gets one addend a launch, and a launch for
 // eight tiles of keys. On Hopper it took 1.7 to 2.6 times as long at d=64, 2.0 to 2.9 times at d=128 (H100,
 // bf16, B N = 16384, H d = 2048), and eight times the memory of dQ's sums. This way takes four bytes a tile
-// of dQ, and of the time of calls that need not be deterministic:
+// of dQ, and of the time of calls that need not be deterministic (d=64 causal before half of L2, items.cuh):
 //
 //       N =            2048     4096    16384
 //      64   full       1.01     1.00     1.03

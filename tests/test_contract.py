@@ -394,17 +394,20 @@ def test_what_is_built_ahead(monkeypatch, d, causal, forward, backward):
 
 
 @pytest.mark.parametrize("d, deterministic, needs, expected", [
-    (64, False, (), "transposed_dq"), (16, True, ("sink", "d_v"), "transposed_dq"),
+    (64, False, (), "transposed_dq"), (16, False, ("sink", "d_v"), "transposed_dq"),
     (64, False, ("dropout",), "hopper_tuned"), (40, False, (), "hopper_tuned"),
     (128, False, (), "hopper_tuned"),
     (136, False, (), "exchanged_tuned"), (256, False, (), "exchanged_tuned"),
-    (128, True, ("dropout", "sink", "d_v"), "hopper_tuned"), (256, True, (), "hopper_tuned"),
+    (16, True, ("sink", "d_v"), "semaphores"), (64, True, (), "semaphores"),
+    (128, True, ("dropout", "sink", "d_v"), "semaphores"), (192, True, ("dropout",), "semaphores"),
+    (136, True, (), "exchanged_semaphores"), (256, True, (), "exchanged_semaphores"),
+    (256, True, ("dropout",), "ampere_tuned"), (256, True, ("sink",), "ampere_tuned"),
     (256, False, ("dropout",), "hopper_tuned"), (256, False, ("sink",), "hopper_tuned"),
     (256, False, ("d_v",), "hopper_tuned"),
     (64, False, ("varlen",), "ampere_tuned"), (256, False, ("varlen",), "ampere_tuned")])
 def test_the_default_of_the_backward_pass(monkeypatch, d, deterministic, needs, expected):
     """On Hopper: for d <= 64 dQ is made transposed, for d > 128 two blocks exchange dS, where the call asks
-    for nothing that the stage lacks."""
+    for nothing that the stage lacks; and sums have a fixed order, if the call asks for that."""
     device, sizes = gpu(monkeypatch, (9, 0)), PROMPT | {"d": d}
     found = flash.find_stage(None, torch.bfloat16, device, "bwd", deterministic, d, sizes, needs)
     assert found.name == expected
