@@ -35,7 +35,7 @@
 // tiles begin at once, and then wait for each other. Causal from the first query down, all heads together, so
 // that few tiles of one are at work: 2.0, as nothing in L2 serves twice.
 //
-// HBM traffic without caches (hbm, above): as in whole_group. A thread spills up to 12 bytes.
+// HBM traffic without caches (hbm, above): as in whole_group. A thread spills 4 to 8 bytes.
 //
 // Changed from writer_warp: turns, semaphores, and the way through the queries.
 #pragma once
