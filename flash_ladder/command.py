@@ -129,8 +129,9 @@ def tree(device: torch.device, width: int) -> Table:
     drawn = {what: list(branches(registry.stages(direction))) for direction, what in DIRECTIONS.items()}
     names = max(len(first) + len(s.name) for rows in drawn.values() for s, first, _ in rows)
     widths = [10, 11, 7, 5] if width >= 100 else [5, 7, 7, 5]   # types, needs, default, here
-    widths.append(max(width - names - sum(widths) - 2 * len(widths) - 2, 16))
-    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
+    gap = 2 if width >= 100 else 1
+    widths.append(max(width - names - sum(widths) - gap * (len(widths) + 1), 16))
+    table = Table(box=None, padding=(0, gap, 0, 0), pad_edge=False)
     table.add_column("stage", no_wrap=True, min_width=names)
     for name, size in zip(("types", "needs", "default", "here", "idea"), widths, strict=True):
         table.add_column(name, no_wrap=True, min_width=size)

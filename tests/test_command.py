@@ -50,7 +50,7 @@ def test_tree(capsys, monkeypatch, columns):
     lines = lines_of_the_tree(capsys, monkeypatch, columns)
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "in the simulator"
     assert device in " ".join(lines[:2])
-    row = re.compile(r"[│├└─ ]*(\w+)  .*\b(?:yes|no|taken)\b")
+    row = re.compile(r"[│├└─ ]*(\w+) +fp.*\b(?:yes|no|taken)\b")
     names = [found[1] for line in lines if (found := row.match(line))]
     assert sorted(names) == sorted(s.name for s in flash.stages())
     text = " ".join(re.sub(r"[│├└─]", " ", line) for line in lines)
