@@ -192,6 +192,23 @@ def test_bulk_add(device, schedule):
     assert torch.equal(out.cpu(), 1 + x.sum(0))
 
 
+@pytest.mark.parametrize("last_first", [False, True])
+def test_load_acquire(device, schedule, last_first):
+    """Blocks that wait for their turn at a semaphore: a sum of floats has the bits of a loop in that order."""
+    x = torch.randn(20, 48, generator=torch.Generator().manual_seed(0))
+    out, semaphore = torch.zeros(48, device=device), torch.zeros(1, dtype=torch.int32, device=device)
+    assert call("add_in_turn", x.to(device), out, semaphore, 48, 20, last_first, device=device) is None
+
+    def looped(rows):
+        total = torch.zeros(48)
+        for row in rows:
+            total = total + row
+        return total
+
+    assert torch.equal(out.cpu(), looped(x.flip(0) if last_first else x)) and semaphore.item() == 20
+    assert not torch.equal(looped(x.flip(0)), looped(x))       # so the order shows
+
+
 # ---------------------------------------------------------------------------------------------- mbarriers
 @pytest.mark.parametrize("count", [1, 2, 7])
 def test_mbarrier_as_a_barrier(device, schedule, count):

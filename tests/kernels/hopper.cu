@@ -140,6 +140,28 @@ extern "C" const char* run_add_up(const float* x, float* sum, int n, int blocks)
   return result();
 }
 
+// Each block adds its n floats to the same ones when it is its turn, as a semaphore says: the first one or
+// the last one first.
+__global__ void add_in_turn(const float* x, float* sum, int* semaphore, int n, int last_first) {
+  extern __shared__ __align__(16) float row_smem[];
+  for (int i = threadIdx.x; i < n; i += blockDim.x) row_smem[i] = x[blockIdx.x * n + i];
+  fence_proxy_async();
+  __syncthreads();
+  if (threadIdx.x > 0) return;
+  const int turn = last_first ? gridDim.x - 1 - blockIdx.x : blockIdx.x;
+  while (load_acquire(semaphore) < turn) {}
+  bulk_add(sum, row_smem, n * int(sizeof(float)));
+  bulk_commit();
+  bulk_wait<0>();
+  __threadfence();
+  atomicAdd(semaphore, 1);
+}
+extern "C" const char* run_add_in_turn(const float* x, float* sum, int* semaphore, int n, int blocks,
+                                       int last_first) {
+  add_in_turn<<<blocks, 64, n * sizeof(float)>>>(x, sum, semaphore, n, last_first);
+  return result();
+}
+
 // The engine reads and adds to what the kernel before writes, which may still run; `fixed`: after its end
 __global__ void set(const float* x, float* out) { out[threadIdx.x] = x[threadIdx.x]; }
 __global__ void double_early(float* out, int fixed) {

@@ -59,7 +59,11 @@ inline uint32_t where_less(uint32_t a, uint32_t b, bool flip) {
   return ((A.x < B.x) != flip ? 0xffffu : 0u) | ((A.y < B.y) != flip ? 0xffff0000u : 0u);
 }
 
-inline int load_acquire(const int* from) { return atomicAdd(const_cast<int*>(from), 0); }
+inline int load_acquire(const int* from) {
+  const int x = atomicAdd(const_cast<int*>(from), 0);
+  __threadfence();
+  return x;
+}
 SIM_ALWAYS_INLINE void cp_async_16(uint32_t to, const void* from, int bytes = 16, SIM_SITE) {
   sim::sim_copy_async(sim::sim_shared_pointer("cp.async", to, 16, file, line), from, 16, bytes, file, line);
 }

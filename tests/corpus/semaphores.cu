@@ -1,0 +1,134 @@
+// Blocks that wait for one another at a semaphore in HBM, to add up in a fixed order.
+#include <cuda_runtime.h>
+
+#include "common/hopper.cuh"
+
+// By one thread, which has waited for its sums
+__device__ __forceinline__ void count_up(int* semaphore) {
+  __threadfence();
+  atomicAdd(semaphore, 1);
+}
+
+// Some blocks have more to do, and come to their sums last.
+__device__ __forceinline__ void work(bool much) {
+  for (int i = 0; i < 100 && much; i++) __nanosleep(1000);
+}
+
+//! race <<<3, 32>>> (x, reinterpret_cast<float*>(count + 2), reinterpret_cast<int*>(count))
+__global__ void asked_without_acquiring(const float* x, float* sums, int* semaphore) {
+  if (threadIdx.x) return;
+  while (load_acquire(semaphore) < blockIdx.x) {}
+  //! buggy: while (atomicAdd(semaphore, 0) < blockIdx.x) {}
+  sums[0] += x[blockIdx.x];
+  count_up(semaphore);
+}
+
+//! race <<<3, 32>>> (x, reinterpret_cast<float*>(count + 2), reinterpret_cast<int*>(count))
+__global__ void counted_without_a_fence(const float* x, float* sums, int* semaphore) {
+  if (threadIdx.x) return;
+  while (load_acquire(semaphore) < blockIdx.x) {}
+  sums[0] += x[blockIdx.x];
+  count_up(semaphore);
+  //! buggy: atomicAdd(semaphore, 1);
+}
+
+// The tile before this one is that of the block before it.
+//! race <<<3, 32>>> (x, reinterpret_cast<float*>(count + 2), reinterpret_cast<int*>(count))
+__global__ void a_turn_too_early(const float* x, float* sums, int* semaphore) {
+  if (threadIdx.x) return;
+  work(blockIdx.x == 0);
+  while (blockIdx.x > 0 && load_acquire(semaphore) < blockIdx.x) {}
+  //! buggy: while (blockIdx.x > 0 && load_acquire(semaphore) < int(blockIdx.x) - 1) {}
+  sums[0] += x[blockIdx.x];
+  count_up(semaphore);
+}
+
+// A lane knows whose turn it is; the others have to wait for it.
+//! race <<<3, 32>>> (x, out, reinterpret_cast<int*>(count))
+__global__ void asked_by_a_lane_alone(const float* x, float* out, int* semaphore) {
+  while (threadIdx.x == 0 && load_acquire(semaphore) < blockIdx.x) {}
+  __syncwarp();
+  //! buggy:
+  out[threadIdx.x] = (blockIdx.x ? out[threadIdx.x] : 0.f) + x[threadIdx.x];
+  __syncwarp();
+  if (threadIdx.x == 0) count_up(semaphore);
+}
+
+//! race <<<3, 32>>> (x, out, reinterpret_cast<int*>(count))
+__global__ void counted_by_a_lane_alone(const float* x, float* out, int* semaphore) {
+  while (threadIdx.x == 0 && load_acquire(semaphore) < blockIdx.x) {}
+  __syncwarp();
+  out[threadIdx.x] = (blockIdx.x ? out[threadIdx.x] : 0.f) + x[threadIdx.x];
+  __syncwarp();
+  //! buggy:
+  if (threadIdx.x == 0) count_up(semaphore);
+}
+
+// Each warp adds, one counts: when all have added.
+//! race <<<3, 64>>> (x, reinterpret_cast<float*>(count + 2), reinterpret_cast<int*>(count))
+__global__ void counted_by_each_warp(const float* x, float* sums, int* semaphore) {
+  if (threadIdx.x % 32) return;
+  const int warp = threadIdx.x / 32;
+  work(blockIdx.x == 0 && warp == 1);
+  while (blockIdx.x > 0 && load_acquire(semaphore) < 2 * blockIdx.x) {}
+  //! buggy: while (blockIdx.x > 0 && load_acquire(semaphore) < blockIdx.x) {}
+  sums[warp] += x[warp];
+  count_up(semaphore);
+}
+
+// A tile has a semaphore of its own.
+//! race <<<4, 32>>> (x, reinterpret_cast<float*>(count + 2), reinterpret_cast<int*>(count))
+__global__ void semaphore_of_another_tile(const float* x, float* sums, int* semaphores) {
+  if (threadIdx.x) return;
+  const int tile = blockIdx.x % 2, before = blockIdx.x / 2;
+  while (before > 0 && load_acquire(semaphores + tile) < before) {}
+  sums[tile] += x[blockIdx.x];
+  count_up(semaphores + tile);
+  //! buggy: count_up(semaphores + 1 - tile);
+}
+
+// A sum that the copy engine makes is there when bulk_wait says so; bulk_wait_read says that its numbers have
+// been read.
+//! race <<<2, 32>>> (x, out, reinterpret_cast<int*>(count))
+__global__ void counted_when_it_is_read(const float* x, float* out, int* semaphore) {
+  __shared__ __align__(16) float row[8];
+  if (threadIdx.x) return;
+  if (blockIdx.x == 0) {
+    for (int i = 0; i < 8; i++) out[i] = 0.f;
+    for (int i = 0; i < 8; i++) row[i] = x[i];
+    fence_proxy_async();
+    bulk_add(out, row, sizeof row);
+    bulk_commit();
+    bulk_wait<0>();
+    //! buggy: bulk_wait_read<0>();
+    count_up(semaphore);
+  } else {
+    while (load_acquire(semaphore) < 1) {}
+    out[8] = out[0];
+  }
+}
+
+// Another warp counts what a copy adds, when the one that started it has said that it is there.
+//! race <<<2, 64>>> (x, out, reinterpret_cast<int*>(count))
+__global__ void counted_by_a_warp_that_has_not_waited(const float* x, float* out, int* semaphore) {
+  __shared__ __align__(16) float row[8];
+  if (threadIdx.x % 32) return;
+  if (blockIdx.x == 0 && threadIdx.x == 0) {
+    for (int i = 0; i < 8; i++) out[i] = 0.f;
+    for (int i = 0; i < 8; i++) row[i] = x[i];
+    fence_proxy_async();
+    bulk_add(out, row, sizeof row);
+    bulk_commit();
+    bulk_wait<0>();
+    count_up(semaphore);
+    //! buggy:
+  } else if (blockIdx.x == 0) {
+    while (load_acquire(semaphore) < 1) {}
+    //! buggy:
+    count_up(semaphore);
+    //! buggy: count_up(semaphore); count_up(semaphore);
+  } else if (threadIdx.x == 0) {
+    while (load_acquire(semaphore) < 2) {}
+    out[8] = out[0];
+  }
+}
