@@ -194,7 +194,7 @@ def test_bulk_add(device, schedule):
 
 @pytest.mark.parametrize("last_first", [False, True])
 def test_load_acquire(device, schedule, last_first):
-    """Blocks that wait for their turn at a semaphore: a sum of floats has the bits of a loop in that order."""
+    """Blocks that wait for their turn at a semaphore: a sum has the bits of a loop in that order."""
     x = torch.randn(20, 48, generator=torch.Generator().manual_seed(0))
     out, semaphore = torch.zeros(48, device=device), torch.zeros(1, dtype=torch.int32, device=device)
     assert call("add_in_turn", x.to(device), out, semaphore, 48, 20, last_first, device=device) is None
