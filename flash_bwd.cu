@@ -81,13 +81,15 @@
 //   stages/bwd_30_exchanged_tuned.cuh        (after half_tiles) what is left: TMA stores, a cluster for each
 //                                            query head, order of blocks, early launches
 //   stages/bwd_31_transposed_dq.cuh          (after hopper_tuned) dQ^T = K^T dS^T at d <= 64: one product by
-//                                            turns, not two; what that spares holds the next K and V
+//                                            turns, not two, and ahead of dK
 //   stages/bwd_32_writer_warp.cuh            (after hopper_tuned) a warp beside the producer adds the sums of
 //                                            dQ: consumers stage them, and go on
 //   stages/bwd_33_semaphores.cuh             the same bits in each run: sums of dQ wait for each other, in
 //                                            the order of keys, by semaphores
 //   stages/bwd_34_exchanged_semaphores.cuh   (after exchanged_tuned) exchanged_tuned with the same bits in
 //                                            each run: sums of dQ in the order of keys, by semaphores
+//   stages/bwd_35_next_keys.cuh              (after transposed_dq) a second buffer for K and V each, in what
+//                                            transposed_dq spares: the next ones come meanwhile
 // The lines at a stage's start, and the two functions that it defines, are those of a forward stage.
 #include <cuda_runtime.h>
 #include <math.h>

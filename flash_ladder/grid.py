@@ -38,7 +38,8 @@ THIN = [GRID[n] for n in (0, 2, 4, 6, 8)]
 SIDE_BRANCH = ("consumer_roles", "exchanged_ds", "half_tiles", "exchanged_tuned",        # of the backward
                "exchanged_semaphores")
 MULTICAST = ("multicast", "multicast_tuned")       # of the forward
-UP_TO_64 = ("transposed_dq",)  # of the backward, for d <= 64: with more its products are serialised
+# Of the backward, for d <= 64: with more their products are serialised
+UP_TO_64 = ("transposed_dq", "next_keys")
 STREAM_K = ("stream_k",)       # of the forward, where all tiles are equal: it makes its parent no fork
 IN_ORDER = ("writer_warp", "semaphores")      # of the backward, for d <= 192, as a tile of dQ has to fit
 

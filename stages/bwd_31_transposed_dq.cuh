@@ -1,15 +1,13 @@
 // Backward stage 31: transposed_dq
-// idea:    dQ^T = K^T dS^T at d <= 64: one product by turns, not two; what that spares holds the next K and V
+// idea:    dQ^T = K^T dS^T at d <= 64: one product by turns, not two, and ahead of dK
 // types:   fp16, bf16
 // needs:   sm_90a
 // after:   hopper_tuned
-// default: sm_90a if d <= 64 and d % 16 == 0
 // deterministic: no
-// takes:   sink, d_v
+// takes:   dropout, sink, d_v
 // tiles:   Br=128 Bc=128; d > 64: Br=64 Bc=128; d > 128: Br=64 Bc=64
 // limits:  Br in (64, 128); Bc in (64, 128); Br <= Bc
-// shared:  4 * ((2 if d <= 64 and d % 16 == 0 else 1) * Bc + 2 * Br) * ((d + 63) // 64 * 64) +
-//          4 * Bc * (Br + 64) + 16 * Br + 160
+// shared:  4 * (Bc + 2 * Br) * ((d + 63) // 64 * 64) + 4 * Bc * (Br + 64) + 16 * Br + 112
 // workspace: dQ_accum, L, D, dK_parts, dV_parts, the next ticket
 // hbm:     B * (4 * d * N_k * (H_kv + H // divisor(H // H_kv, B * H * Tc // (6 * multiprocessors)) *
 //          (1 if divisor(H // H_kv, B * H * Tc // (6 * multiprocessors)) * H_kv == H else 5)) +
@@ -24,18 +22,13 @@
 //     in one piece; another kernel makes dQ of it (common/transposed_sums.cuh).
 //   - Both warpgroups stage their sums in the same shared memory. The one that makes no dQ now arrives at
 //     the barrier when its own sums have left: then the other one may write there.
-//   - That spares 32 KB, in which there is a second buffer for K and V each: the next item's come while this
-//     one's last products go on.
 //   - dQ goes ahead of dK, which is made while the sums leave. (hopper_tuned lost by that.)
 //
-// In one run (H200, bf16, d=64, N = 2048 / 4096 / 16384, TFLOP/s): full 498 / 518 / 530 -> 510 / 530 / 534,
-// causal 420 / 493 / 525 -> 433 / 501 / 535; dK ahead of dQ 503 / 520 / 527, 428 / 499 / 532. Lost (H100,
-// of hopper_tuned's 479 / 526 / 540, causal 399 / 478 / 530): each warpgroup half of dQ, ahead of dK, with
-// two buffers of K and V (FlashAttention-3's order) 460 / 499 / 507, 392 / 457 / 507. K in registers for S:
-// 272 bytes spilled. The seeds of dP under the product S: ptxas serialises. (The H200 had a first version.)
+// Lost (H100, of hopper_tuned's 479 / 526 / 540 full, causal 399 / 478 / 530): each warpgroup half of dQ,
+// ahead of dK, with two buffers of K and V (FlashAttention-3's order) 460 / 499 / 507, 392 / 457 / 507.
+// K in registers for S: 272 bytes spilled. The seeds of dP under the product S: ptxas serialises.
 //
-// With other d it is hopper_tuned with dQ ahead of dK, which ptxas serialises there: calls do not take it. So
-// it does with dropout, which this stage does not take: hopper_tuned's lines for that are left as they were.
+// With other d it is hopper_tuned with dQ ahead of dK, which ptxas serialises there, and with dropout, too.
 //
 // HBM traffic without caches (hbm, above): as in hopper_tuned.
 //
@@ -68,9 +61,6 @@ constexpr int warps = Bc / 16 * sharing, threads = 32 * warps + 128;     // cons
 constexpr int producer_registers = 24, consumer_registers = warps <= 8 ? 240 : 112;
 constexpr bool by_turns = d <= 64 && d % 16 == 0;  // a warpgroup makes all of dQ_i, then another one the next
 constexpr int turns = by_turns ? warps / 4 : 1;
-constexpr int KV_buffers = by_turns ? 2 : 1;
-// Where V_j lies behind K_j, and dO_i behind Q_i, as descriptors count
-constexpr int behind_K = KV_buffers * Bc * pitch / 8, behind_Q = 2 * Br * pitch / 8;
 constexpr int dQ_sharing = d <= 128 ? 1 : 16 * warps / Br;   // else: warpgroups that share 64 rows of dQ_i
 constexpr int dQ_columns = dQ_sharing == 1 ? width : (panels + dQ_sharing - 1) / dQ_sharing * panel;
 constexpr int dQ_warps = by_turns ? 4 : Br / 16 * dQ_sharing;   // make dQ at a time (else the first ones),
@@ -94,14 +84,14 @@ __global__ void __launch_bounds__(threads, 1) backward_kernel(
   const int first_dim = min(dQ_part * dQ_columns, pitch - dQ_columns);
 
   extern __shared__ __align__(1024) ELEMENT smem[];
-  ELEMENT* dST_smem = smem + (2 * KV_buffers * Bc + 4 * Br) * pitch;   // Bc x Br, in panels, twice
+  ELEMENT* dST_smem = smem + (2 * Bc + 4 * Br) * pitch;        // Bc x Br, in panels, twice
   float* dQ_smem = reinterpret_cast<float*>(dST_smem + 2 * Bc * Br);     // a warp: 16 x staged
   float *L_smem = dQ_smem + 64 * Bc, *D_smem = L_smem + 2 * Br;          // Br, -L / c, twice; Br, -D, twice
   uint64_t* barriers = reinterpret_cast<uint64_t*>(D_smem + 2 * Br);
-  const Ring<KV_buffers, Bc> K_smem(smem, barriers), V_smem(smem + KV_buffers * Bc * pitch, barriers + 12);
-  const Ring<2, Br> Q_smem(V_smem.tiles + KV_buffers * Bc * pitch, barriers + 4);
+  const Ring<1, Bc> K_smem(smem, barriers), V_smem(K_smem.tiles + Bc * pitch, barriers + 2);
+  const Ring<2, Br> Q_smem(V_smem.tiles + Bc * pitch, barriers + 4);
   const Ring<2, Br> dO_smem(Q_smem.tiles + 2 * Br * pitch, barriers + 8);
-  Handed* handed_smem = reinterpret_cast<Handed*>(barriers + 16);        // with each K_j
+  Handed* handed = reinterpret_cast<Handed*>(barriers + 12);             // with K_j
   K_smem.init(warps);
   V_smem.init(warps);
   Q_smem.init(warps);
@@ -115,10 +105,9 @@ __global__ void __launch_bounds__(threads, 1) backward_kernel(
     if (threadIdx.x > 32 * warps) return;
     for (int m = 0, next = blockIdx.x;; m++) {                           // line 5
       K_smem.wait_until_empty(m);
-      Handed* handed = handed_smem + m % KV_buffers;
       const Handed work = items.nth(p, next);
       *handed = work;
-      if (work.tile < 0) return mbarrier_arrive(K_smem.full + m % KV_buffers);   // the consumers end
+      if (work.tile < 0) return mbarrier_arrive(K_smem.full);            // the consumers end, too
       K_smem.fill(K_map, m, work.tile * Bc, work.h, work.b);             // line 6
       V_smem.fill(V_map, m, work.tile * Bc, work.h, work.b);
       if (m == 0) wait_for_previous_kernel();
@@ -138,10 +127,13 @@ __global__ void __launch_bounds__(threads, 1) backward_kernel(
   setmaxnreg_inc<consumer_registers>();     // the consumers
   wait_for_previous_kernel();
 
-  // What wgmma reads, in buffer 0: 64 rows of K_j; Q_i and dO_i, both ways; for dQ columns of K_j and of dS^T
-  const uint32_t K_rows = matrix_at(K_smem.tiles + first_key / 64 * 64 * panel);
+  // What wgmma reads: 64 rows of K_j and V_j; Q_i and dO_i in buffer 0, both ways; for dQ columns of K_j, dS
+  const uint32_t K_tile = matrix_at(K_smem.tiles + first_key / 64 * 64 * panel);
+  const uint32_t V_tile = K_tile + Bc * pitch / 8;      // it lies behind K_j; no register of its own
+  const uint32_t behind_Q = 2 * Br * pitch / 8;         // dO_i lies behind Q_i
   const uint32_t Q_tile = matrix_at(Q_smem.tiles), dO_tile = Q_tile + behind_Q;
   const uint32_t Q_columns = matrix_at(Q_smem.tiles + first_col * Br, 128 * Br);
+  const uint32_t dO_columns = Q_columns + behind_Q;
   const uint32_t dS_columns = matrix_at(dST_smem + (by_turns ? 0 : warp_row / 64 * Bc * panel), 128 * Bc);
   const uint32_t K_columns = matrix_at(K_smem.tiles + first_dim * Bc, 128 * Bc);
 
@@ -150,7 +142,6 @@ __global__ void __launch_bounds__(threads, 1) backward_kernel(
 
   for (int m = 0;; m++) {                                                // line 5
     K_smem.wait_until_full(m);
-    const Handed* handed = handed_smem + m % KV_buffers;
     const Handed work = of_lane_0(handed);
     if (work.tile < 0) break;
     const int j = work.tile;
@@ -163,8 +154,6 @@ __global__ void __launch_bounds__(threads, 1) backward_kernel(
       const auto tiles = mask.query_tiles(j);
       auto step = [&](int t, bool cut) {                                 // line 8
         const int i = tiles[t];
-        // (of_lane_0: no register in the loop)
-        const uint32_t K_tile = of_lane_0(K_rows + K_smem.offset(m)), V_tile = K_tile + behind_K;
         const uint32_t buffer = Q_smem.offset(n), dS_buffer = n % 2 * (Bc * Br / 8);  // as descriptors count
         const float *L_i = L_smem + n % 2 * Br, *D_i = D_smem + n % 2 * Br;
 
@@ -188,7 +177,7 @@ __global__ void __launch_bounds__(threads, 1) backward_kernel(
         else to_A(P_frag, S_reg);
         if (Mask::scores && !DROPOUT) seed(dP_reg, D_i);         // only now: registers
         if (Mask::scores) wgmma_QK<width / 16>(dP_reg, V_tile, Bc, dO_tile + buffer, !DROPOUT);
-        wgmma_PV(dV_reg, DROPOUT ? kept_frag : P_frag, Q_columns + behind_Q + buffer);    // line 12: + P^T dO
+        wgmma_PV(dV_reg, DROPOUT ? kept_frag : P_frag, dO_columns + buffer);  // line 12: + P_ij^T dO_i
         wgmma_wait<1>();                    // dP^T is there, dV goes on
 
         if (Mask::scores) for_both(P_frag, S_reg, [](float P, float& x, int, int) { x = P; });
@@ -211,8 +200,8 @@ __global__ void __launch_bounds__(threads, 1) backward_kernel(
         }
         named_barrier_sync(1 + n % turns, 32 * warps);         // all of dS is there
         float dQ_reg[1][(by_turns ? Br : dQ_columns) / 8][4];            // line 15: dS_ij K_j, or that ^T
-        const uint32_t dS = dS_columns + dS_buffer, K = of_lane_0(K_columns + K_smem.offset(m));
-        wgmma_dQ<Bc / 16>(dQ_reg[0], by_turns ? K : dS, by_turns ? dS : K);
+        const uint32_t dS = dS_columns + dS_buffer;
+        wgmma_dQ<Bc / 16>(dQ_reg[0], by_turns ? K_columns : dS, by_turns ? dS : K_columns);
         wgmma_wait<1>();                    // dV is there, dQ goes on
         dO_smem.release(n);
         wgmma_PV(dK_reg, dS_frag, Q_columns + buffer);                   // line 16
@@ -275,8 +264,8 @@ cudaError_t launch(const BwdParams& p, cudaStream_t stream) {
   w.ticket = reinterpret_cast<int*>(dKV_parts + 2 * numbers_of_K(p));
   w.first_ticket = multiprocessors();
   prepare_kernel<<<ceil_div(rows_of_Q(p), block_rows), 256, 0, stream>>>(p, w, 1);
-  const size_t bytes = sizeof(ELEMENT) * (2 * (KV_buffers * Bc + 2 * Br) * pitch + 2 * Bc * Br) +
-                       sizeof(float) * (64 * Bc + 4 * Br) + 20 * sizeof(uint64_t);
+  const size_t bytes = sizeof(ELEMENT) * (2 * (Bc + 2 * Br) * pitch + 2 * Bc * Br) +
+                       sizeof(float) * (64 * Bc + 4 * Br) + 14 * sizeof(uint64_t);
   allow_shared_memory(backward_kernel, bytes);
   const Items items(p, heads_of_a_block(p));                             // line 2
   cudaLaunchKernelEx(EarlyLaunch(items.blocks(), threads, bytes, stream), backward_kernel, p, w, dKV_parts,

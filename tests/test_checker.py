@@ -510,7 +510,7 @@ def test_formula_of_other_shapes_backward(stage):
 
 
 @pytest.mark.parametrize("stage", ["whole_group", "persistent", "whole_tiles", "hopper_tuned",
-                                   "transposed_dq"])
+                                   "transposed_dq", "next_keys"])
 @pytest.mark.parametrize("B, H, kernels", [(1, 8, 4), (3, 8, 4), (5, 6, 3)])
 def test_blocks_with_several_query_heads(B, H, kernels, stage):
     """One, two of four and all three, by the blocks that they leave. If all, no parts are added up."""

@@ -382,7 +382,7 @@ def test_the_default_of_the_forward_pass(monkeypatch, B, H_kv, N, d, masked, exp
 
 
 @pytest.mark.parametrize("d, causal, forward, backward", [
-    (64, False, {"hopper_tuned", "stream_k"}, "transposed_dq"), (128, True, {"hopper_tuned"}, "hopper_tuned"),
+    (64, False, {"hopper_tuned", "stream_k"}, "next_keys"), (128, True, {"hopper_tuned"}, "hopper_tuned"),
     (256, False, {"hopper_tuned", "multicast_tuned"}, "exchanged_tuned")])
 def test_what_is_built_ahead(monkeypatch, d, causal, forward, backward):
     """By flash.compile(): of small calls and of large ones, if these take another stage."""
@@ -394,7 +394,7 @@ def test_what_is_built_ahead(monkeypatch, d, causal, forward, backward):
 
 
 @pytest.mark.parametrize("d, deterministic, needs, expected", [
-    (64, False, (), "transposed_dq"), (16, False, ("sink", "d_v"), "transposed_dq"),
+    (64, False, (), "next_keys"), (16, False, ("sink", "d_v"), "next_keys"),
     (64, False, ("dropout",), "hopper_tuned"), (40, False, (), "hopper_tuned"),
     (128, False, (), "hopper_tuned"),
     (136, False, (), "exchanged_tuned"), (256, False, (), "exchanged_tuned"),

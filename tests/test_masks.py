@@ -7,7 +7,7 @@ import torch
 from conftest import DEVICES
 
 import flash
-from flash_ladder.grid import MULTICAST, SIDE_BRANCH
+from flash_ladder.grid import MULTICAST, SIDE_BRANCH, UP_TO_64
 from flash_ladder.tiles import SKIPPED, WHOLE
 
 TAKING = [s for s in flash.stages() if s.takes_masks]
@@ -223,7 +223,7 @@ def test_ends_of_branches(stage, name, device):
         check(name, None, stage.name, SIZES, type_of(stage), device)
 
 
-@pytest.mark.parametrize("stage, d", [("hopper_tuned", 64), ("transposed_dq", 64), ("exchanged_tuned", 136)])
+@pytest.mark.parametrize("stage, d", [("hopper_tuned", 64), ("next_keys", 64), ("exchanged_tuned", 136)])
 def test_a_lane_asks_for_all_of_its_elements(stage, d):
     """Of a tile that is cut, to its last row and key: clear_unseen.cuh has bits for them."""
     check("causal_and_document", None, stage, (1, 2, 1, 130, 130, d), torch.bfloat16, "cpu")
@@ -277,13 +277,13 @@ def test_a_cluster_walks_through_the_keys_of_both_blocks(name, stage, device):
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("name, stage", [("window", "hopper_tuned"), ("window", "whole_tiles"),
                                          ("causal_and_document", "hopper_tuned"),
-                                         ("window", "transposed_dq"),
+                                         ("window", "transposed_dq"), ("window", "next_keys"),
                                          ("causal_and_document", "persistent")])
 def test_masks_at_the_end_of_hoppers_backward(name, stage, device):
     """More tiles of keys than blocks, in an order of their own; some are short, or seen by nobody. At the end
     a window, which no call takes there by itself, looks at either side of a tile in those alone that are cut
     there."""
-    tiles, d = {"Br_bwd": 64, "Bc_bwd": 64}, 48 if stage == "transposed_dq" else 40
+    tiles, d = {"Br_bwd": 64, "Bc_bwd": 64}, 48 if stage in UP_TO_64 else 40
     check(name, "ampere_tuned", stage, (1, 4, 2, 200, 230, d), torch.bfloat16, device, **SMALL, **tiles)
 
 

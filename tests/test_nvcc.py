@@ -180,7 +180,7 @@ def test_packed_sequences_spill_little(stage, tmp_path):
 @pytest.mark.skipif(NVCC is None, reason=WHY_NOT)
 @pytest.mark.parametrize("direction, name, d, asked, most", [
     ("fwd", "hopper_tuned", 64, "DROPOUT", 0), ("fwd", "hopper_tuned", 128, "DROPOUT", 0),
-    ("bwd", "hopper_tuned", 64, "DROPOUT", 256), ("bwd", "transposed_dq", 64, "alibi", 0)])
+    ("bwd", "hopper_tuned", 64, "DROPOUT", 256), ("bwd", "next_keys", 64, "alibi", 0)])
 def test_dropout_and_scores_on_hopper(direction, name, d, asked, most, tmp_path):
     """Registers are short there: products are not serialised, and so many bytes are spilled at most."""
     stage = flash.find_stage(name, torch.bfloat16, torch.device("cpu"), direction)

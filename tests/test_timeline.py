@@ -24,7 +24,7 @@ ALL = [*STAGES.values(), *BACKWARD.values()]
 needs_nvcc = pytest.mark.skipif(NVCC is None, reason=WHY_NOT)
 # Bytes that are spilled for marks: by the producer, which has 24 registers; and where d is not 128
 SPILLED = {"seamless": 8, "early_wait": 8, "hopper_tuned": 16, "stream_k": 32, "persistent": 8,
-           "whole_tiles": 16, "transposed_dq": 12, "writer_warp": 8, "semaphores": 16}
+           "whole_tiles": 16, "transposed_dq": 12, "next_keys": 12, "writer_warp": 8, "semaphores": 16}
 NOT_IN_FLIGHT = (("fwd", "lazy_rescale"), ("fwd", "cut_diagonal"), ("fwd", "hopper_tuned"),
                  ("fwd", "multicast_tuned"), ("fwd", "stream_k"), ("bwd", "seeded"))
 SPILLED_BACKWARD = {("dq_by_turns", 64): 8, ("whole_group", 64): 4, ("persistent", 64): 12,
@@ -527,7 +527,7 @@ def test_each_backward_stage_in_a_small_shape(name):
     through shared memory, dQ added once, by the warps or by the copy engine, which warps beside the producer
     may ask for that; dK and dV stored. Where blocks take one tile of keys after the other there is one head,
     so that none takes a second one."""
-    one = ("persistent", "whole_tiles", "hopper_tuned", "transposed_dq", *IN_ORDER)
+    one = ("persistent", "whole_tiles", "hopper_tuned", *UP_TO_64, *IN_ORDER)
     heads = "1:1" if name in one else "2:1"
     (args,) = arguments.parse_arguments(["--timeline", "--pass", "bwd", "--stages", name, "--seqlens", "256",
                                          "--heads", heads, "--head-dim", "64", "--causal"])
@@ -573,7 +573,8 @@ def test_a_warp_that_adds_dQ(name, lanes, d):
     assert beside.count(False) <= 2
 
 
-@pytest.mark.parametrize("name, products, N", [("dq_by_turns", 2, 512), ("transposed_dq", 1, 384)])
+@pytest.mark.parametrize("name, products, N", [
+    ("dq_by_turns", 2, 512), ("transposed_dq", 1, 384), ("next_keys", 1, 384)])
 def test_who_makes_dQ_by_turns(name, products, N):
     """At d = 64 one warpgroup, then the other, which has made P of its next tile by then. A product has 64
     queries of a tile's 128; or, transposed, 64 dims. There they meet once more, at the end of the item."""
@@ -588,7 +589,7 @@ def test_who_makes_dQ_by_turns(name, products, N):
     others = [span for span in spans if (span.lane, span.kind) == ("warps 4 to 7", "P")]
     assert first.lane == "warps 0 to 3" and others[0].end <= first.start < others[1].start
     met = [span.lane for span in spans if span.kind == "meeting"]
-    most = 2 + (name == "transposed_dq")
+    most = 2 + (name in UP_TO_64)
     assert met.count("warps 0 to 3") <= most and met.count("warps 4 to 7") <= most
 
 

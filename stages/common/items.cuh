@@ -11,7 +11,7 @@
 // its own number, and draws a ticket for the next one.
 //
 // At d=64 half of L2 is better (H100, causal, N=16384, three runs): two heads in the place of four 0.967 ->
-// 0.974, 0.961 -> 0.971, 0.982 -> 0.988 of FlashAttention-3 in transposed_dq. At d=128 one in the place of
+// 0.974, 0.961 -> 0.971, 0.982 -> 0.988 of FlashAttention-3 in next_keys. At d=128 one in the place of
 // two 1.035 -> 1.027 in hopper_tuned.
 constexpr int parts_of_L2 = HEAD_DIM <= 64 ? 2 : 1;        // heads have one of them
 
