@@ -28,7 +28,7 @@
 // ahead of dK, with two buffers of K and V (FlashAttention-3's order) 460 / 499 / 507, 392 / 457 / 507.
 // K in registers for S: 272 bytes spilled. The seeds of dP under the product S: ptxas serialises.
 //
-// With other d it is hopper_tuned with dQ ahead of dK, which ptxas serialises there, and with dropout, too.
+// With other d it is hopper_tuned with dQ ahead of dK. ptxas serialises that, and dropout at d=64, too.
 //
 // HBM traffic without caches (hbm, above): as in hopper_tuned.
 //
