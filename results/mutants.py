@@ -43,7 +43,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "results")]
 from mutation import NUMBER, Mutant, fingerprint, mutants, schema  # noqa: E402
 
 import flash  # noqa: E402
-from flash_ladder.grid import STREAM_K  # noqa: E402
+from flash_ladder.grid import STREAM_K, UP_TO_64  # noqa: E402
 
 EQUIVALENT, MISSED = ROOT / "tests" / "equivalent_mutants.txt", ROOT / "tests" / "missed_mutants.txt"
 SECONDS = 180                                    # for one mutant, before it counts as hanging
@@ -136,7 +136,7 @@ def shapes_of(stage: flash.Stage) -> list[tuple]:
         more = OF_TWO_BLOCKS
     if stage.name.endswith(STREAM_K):            # of its copy, too
         more = more + CUT_TILES
-    if "d % 16" in stage.calls:
+    if stage.name.endswith(UP_TO_64):
         more = more + BY_TURNS
     if has_fixed_order(stage):
         more = more + IN_ORDER
