@@ -187,7 +187,7 @@ def test_ctrl_c(start, number, side):
     line = case.out.readline()
     took = time.monotonic() - sent
     status, out, errors = case.rest(60)
-    assert line == "KeyboardInterrupt\n" and took < 1, (line, took, errors)
+    assert line == "KeyboardInterrupt\n" and took < 1, (line, took, status, errors)
     assert out == "alive\n" and status == 0, out + errors
 
 

@@ -140,7 +140,11 @@ def test_weights_and_stages_by_name(train_gpt, tmp_path, capsys):
     from gpt.models import build
 
     torch.manual_seed(5)
-    build("gpt2", "tiny", "eager", 64).save_pretrained(tmp_path / "weights")
+    model = build("gpt2", "tiny", "eager", 64)
+    with torch.no_grad():
+        for weights in model.parameters():
+            weights.mul_(2)
+    model.save_pretrained(tmp_path / "weights")
     run, given = [*SMALL, "--steps", "1", "--out", str(tmp_path)], ["--weights", str(tmp_path / "weights")]
     ours, eager, others = (train_gpt.main([*run, *more])[0].losses[0] for more in (
         [*given, "--stage", "flash2", "--backward", "recompute"], [*given, "--attention", "eager"], []))
