@@ -4,6 +4,7 @@
 
 #include <csetjmp>
 #include <csignal>
+#include <memory>
 #include <mutex>
 #include <pthread.h>
 
@@ -28,7 +29,9 @@ struct RunningThread {
   RunningThread* const outer;            // host code that launches has one already
 
  private:
-  std::vector<char> signal_stack = std::vector<char>(64 * KB);
+  // For several at a time: a tick may come while the handler is at work on the one before. Not set to 0
+  static constexpr size_t SIGNAL_STACK_BYTES = 256 * KB;
+  const std::unique_ptr<char[]> signal_stack{new char[SIGNAL_STACK_BYTES]};
   stack_t before{};
 };
 

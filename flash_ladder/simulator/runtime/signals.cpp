@@ -308,8 +308,8 @@ Guard::~Guard() {
 // A handler cannot run on a stack that has overflowed, so each OS thread lends it another one.
 RunningThread::RunningThread(double seconds) : seconds(seconds), thread(pthread_self()), outer(this_thread) {
   stack_t s{};
-  s.ss_sp = signal_stack.data();
-  s.ss_size = signal_stack.size();
+  s.ss_sp = signal_stack.get();
+  s.ss_size = SIGNAL_STACK_BYTES;
   sigaltstack(&s, &before);
   this_thread = this;
   std::lock_guard<std::mutex> lock(mutex);
