@@ -53,10 +53,9 @@ def inspect(**arrays: torch.Tensor) -> Iterator[Report]:
         report.plot("traffic.png")
 
     The stage is unmodified, but compiled with a call before each load and store; and it runs one block at a
-    time. That takes 13 to 184 times as long for the fp32 stages, 6 to 10 times for 16-bit ones (measured, the
-    latter at N=128). q, k, v, o and their gradients are copied to memory with red zones around each head; L,
-    its gradient and scratch memory have them around the whole. The backward pass, where it runs inside, is
-    watched likewise.
+    time. That takes 11 to 121 times as long for the forward's fp32 stages (measured, N = 128 to 1024). q, k,
+    v, o and their gradients are copied to memory with red zones around each head; L, its gradient and scratch
+    memory have them around the whole. The backward pass, where it runs inside, is watched likewise.
 
     Found: data races in shared memory, and in global memory, between blocks too; accesses out of bounds,
     misaligned, or of memory that nothing has written; barriers that not all threads reach; deadlocks; waits
