@@ -168,7 +168,7 @@ __global__ void __launch_bounds__(threads, 1) forward_kernel(
     const Mask mask(p, work.b, work.h);
     const auto tiles = mask.key_tiles(Tr - 1 - work.tile);
     const int end = max(tiles.end, 1);
-    const auto needed = mask.needed<half_cols, !seamless>(end, first_row(work) / 64 * 64 + 63);
+    const auto needed = mask.needed<half_cols, !seamless>(tiles, end, first_row(work) / 64 * 64 + 63);
     for (int r = 0; r < 2; r++) m[r] = SINK ? LOG2_E * p.sink[work.h] : -INFINITY, l[r] = SINK && !(lane % 4);
     auto maximum = [&](auto& S, int t) {                                 // line 9
       const bool cut = t >= tiles.cut;

@@ -160,7 +160,7 @@ __global__ void __launch_bounds__(threads, 1) forward_kernel(
     const Mask mask(p, work.b, work.h);
     const auto tiles = part_of(mask.key_tiles(Tr - 1 - work.tile), work);
     const int end = max(tiles.end, 1);
-    const auto needed = mask.needed<half_cols>(end, first_row(work) / 64 * 64 + 63);  // by this warpgroup
+    const auto needed = mask.needed<half_cols>(tiles, end, first_row(work) / 64 * 64 + 63);  // by 64 rows
     const bool some_are_left = start(m, l, p, work, warp_row);           // line 5, or what is left of O
     auto maximum = [&](auto& S, int t) {                                 // line 9
       const bool cut = t >= tiles.cut;

@@ -92,6 +92,11 @@ struct Mask {
     return before_end & ~bits_before<n_tiles>(rule.first_key(row) - col);
   }
 
+  // Do these rows see all of the keys from `col` to col + keys - 1? Of one with two sides.
+  __device__ bool sees_all(int row, int last_row, int col, int keys) const {
+    return rule.first_key(last_row) <= col && col + keys <= min(N_k, rule.end_key(row));
+  }
+
   // In the backward pass, by one side: side 0, the keys from a row's end on, or 1, those before its first.
   // Rows past the end are not asked for.
   __device__ bool sees(int row, int col, int side) const {
@@ -145,21 +150,25 @@ struct Mask {
     }
   }
 
-  // How much of the `end` tiles of K and V that a tile of Q needs do its rows up to this one need: so many
-  // tiles, at most one less, if not `several`; and of the last one perhaps no more than its first `some`
-  // columns. Asked by stages whose warpgroups have 64 rows each (cut_diagonal); answered for masks whose
+  // How much of the first `end` tiles of K and V that a tile of Q needs do its rows up to this one need: so
+  // many tiles, at most one less, if not `several`; and of the last one perhaps no more than its first `some`
+  // columns. Asked by stages whose warpgroups have 64 rows each (cut_diagonal); answered for masks whose last
   // tiles stand in order.
   struct Needed {
     int tiles;
     bool some_are_enough;
   };
-  template <int some, bool several = false>
-  __device__ Needed needed(int end, int row) const {
-    if constexpr (BLOCK_R <= 64 || !Rule::is_range || !Rule::from_0 || Rule::all_keys) return {end, false};
-    const int keys = min(rule.end_key(row), end * BLOCK_C);      // without the minimum wgmma is serialised
-    const int tiles = several ? max(ceil_div(keys, BLOCK_C), 1)
-                              : end - (end > 1 && keys <= (end - 1) * BLOCK_C);
-    return {tiles, some < BLOCK_C && tiles > 1 && keys <= (tiles - 1) * BLOCK_C + some};
+  template <int some, bool several = false, class Tiles>
+  __device__ Needed needed(const Tiles& tiles, int end, int row) const {
+    if constexpr (BLOCK_R <= 64 || !Rule::is_range || sides == 2 && several || Rule::all_keys) {
+      return {end, false};
+    } else {
+      const int before = tiles[end - 1] - (end - 1);               // tiles that no row of Q's tile needs
+      const int keys = min(rule.end_key(row) - before * BLOCK_C, end * BLOCK_C);      // without the minimum
+      const int of_rows = several ? max(ceil_div(keys, BLOCK_C), 1)                   // wgmma is serialised
+                                  : end - (end > 1 && keys <= (end - 1) * BLOCK_C);
+      return {of_rows, sides == 1 && some < BLOCK_C && of_rows > 1 && keys <= (of_rows - 1) * BLOCK_C + some};
+    }
   }
 
   // The tiles of Q that see something of tile j of K and V

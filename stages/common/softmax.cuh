@@ -19,6 +19,8 @@ __device__ __forceinline__ float exponent_scale(float scale) {
 template <int n_tiles>
 __device__ __forceinline__ void mask_tile(float (&S)[n_tiles][4], const Mask& mask, float scale, int row,
                                           int col, bool cut, int group = 1) {
+  if (Mask::sides == 2 && !Mask::scores && mask.sees_all(row / group, (row + 15) / group, col, 8 * n_tiles))
+    return;                                        // of a window most of a tile's rows may
   row += threadIdx.x % 32 / 4;                     // this lane's
   col += threadIdx.x % 4 * 2;
   #pragma unroll
@@ -31,8 +33,7 @@ __device__ __forceinline__ void mask_tile(float (&S)[n_tiles][4], const Mask& ma
       for (int c = 0; c < 2; c++) {
         float& x = S[n][2 * r + c];
         if (Mask::scores) x = score2(mask, scale_log2(scale) * x, query, col + 8 * n + c);
-        const bool sees = Mask::sides == 2 ? seen >> (2 * n + c) & 1
-                                          : mask.sees_key(query, col, 8 * n + c);
+        const bool sees = Mask::sides == 2 ? seen >> (2 * n + c) & 1 : mask.sees_key(query, col, 8 * n + c);
         if (cut && !sees) x = -INFINITY;
       }
     }
