@@ -22,18 +22,20 @@
 // ordered_dq has another way: eight copies of dQ, each of which gets one addend a launch, and a launch for
 // eight tiles of keys. On Hopper it took 1.7 to 2.6 times as long at d=64, 2.0 to 2.9 times at d=128 (H100,
 // bf16, B N = 16384, H d = 2048), and eight times the memory of dQ's sums. This way takes four bytes a tile
-// of dQ, and of the time of calls that need not be deterministic (d=64 causal before half of L2, items.cuh):
+// of dQ, and of the time of calls that need not be deterministic:
 //
 //       N =            2048     4096    16384
-//      64   full       1.01     1.00     1.03
-//      64   causal     1.23     1.12     1.14
-//     128   full       1.14     1.13     1.05
-//     128   causal     1.19     1.21     1.19
+//      64   full       1.03     1.00     1.02
+//      64   causal     1.22     1.12     1.05
+//     128   full       1.04     1.02     1.02
+//     128   causal     1.12     1.10     1.08
 //
-// Lost: consumers that ask the semaphore, and wait for their own sums, 1.6 to 2.4: two ways to L2 and back in
-// each step. Head after head, without a mask, 1.4 at N <= 4096: several heads end at once, so the next one's
-// tiles begin at once, and then wait for each other. Causal from the first query down, all heads together, so
-// that few tiles of one are at work: 2.0, as nothing in L2 serves twice.
+// Lost: __threadfence() and atomicAdd(), not count_release(): 1.07 to 1.19 at d=128. Consumers that ask the
+// semaphore, and wait for their own sums, 1.6 to 2.4: two ways to L2 and back in each step. Head after
+// head, without a mask, 1.4 at N <= 4096: several heads end at once, so the next one's tiles begin at once,
+// and then wait for each other. Causal only as many heads together as half of L2 holds, 1.28 at d=64,
+// N=16384: two, of which many tiles are at work. From the first query down, all heads together, 2.0, as
+// nothing in L2 serves twice.
 //
 // HBM traffic without caches (hbm, above): as in whole_group. A thread spills 4 to 8 bytes.
 //
@@ -278,7 +280,8 @@ cudaError_t launch(const BwdParams& p, cudaStream_t stream) {
                        sizeof(float) * (Br * pitch * turns + 4 * Br) + 20 * sizeof(uint64_t);
   allow_shared_memory(backward_kernel, bytes);
   Items items(p, heads_of_a_block(p));                                   // line 2
-  if (!CAUSAL && Mask::all_keys) items.heads_together = heads_at_once(items.blocks(), items.tiles);
+  items.heads_together = !CAUSAL && Mask::all_keys ? heads_at_once(items.blocks(), items.tiles)
+                                                   : heads_side_by_side(items.heads);
   cudaLaunchKernelEx(EarlyLaunch(items.blocks(), threads, bytes, stream), backward_kernel, p, w, dKV_parts,
                      semaphores, items, Q_map, K_map, V_map, dO_map, dK_map, dV_map);
   cudaLaunchKernelEx(EarlyLaunch(p.B * p.H * ceil_div(p.N_q, convert_rows), 256, 0, stream),

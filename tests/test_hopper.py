@@ -193,7 +193,7 @@ def test_bulk_add(device, schedule):
 
 
 @pytest.mark.parametrize("last_first", [False, True])
-def test_load_acquire(device, schedule, last_first):
+def test_load_acquire_and_count_release(device, schedule, last_first):
     """Blocks that wait for their turn at a semaphore: a sum has the bits of a loop in that order."""
     x = torch.randn(20, 48, generator=torch.Generator().manual_seed(0))
     out, semaphore = torch.zeros(48, device=device), torch.zeros(1, dtype=torch.int32, device=device)

@@ -16,9 +16,12 @@
 #pragma once
 #include "staged_sums.cuh"
 
-// Of so many blocks, each with a tile of K and V and all of its queries: as many heads at a time as are at
-// work at once. So j = 0 of the next heads comes first, when j = 0 of these heads is done.
-__host__ __device__ inline int heads_at_once(int blocks, int tiles) { return ceil_div(blocks, tiles); }
+// How many heads at a time? Without a mask blocks take equally long: as many heads as are at work at once. So
+// j = 0 of the next heads comes first, when j = 0 of these heads is done.
+inline int heads_at_once(int blocks, int tiles) { return ceil_div(blocks, tiles); }
+
+// Masked: about sixteen, so that of a head few tiles are at work, and wait for each other.
+inline int heads_side_by_side(int heads) { return ceil_div(heads, ceil_div(heads, 16)); }
 
 __global__ void clear_kernel(int* semaphores, int count) {
   const int n = blockIdx.x * blockDim.x + threadIdx.x;
@@ -60,12 +63,6 @@ __device__ __forceinline__ void ask_for_turns(const Place& turn, const Mask& mas
   }
 }
 
-// By one thread, which has waited for the sums
-__device__ __forceinline__ void count_sums(int* semaphore) {
-  __threadfence();
-  atomicAdd(semaphore, 1);
-}
-
 // What two warps beside the producer do where others add from registers: one asks for their turns, the other
 // one counts what they have added. `added`: two Places, by turns
 template <class Tiles>
@@ -77,7 +74,7 @@ __device__ __forceinline__ void keep_order(const Place& turn, uint64_t* added, c
   for (int t = tiles.end - 1; t >= tiles.first && warp_index() % 4 == 2; t--, n++) {
     const Place place(added + n % 2 * 2);
     place.wait_until_full(n / 2);
-    if (threadIdx.x % 32 == 0) count_sums(semaphores + tiles[t] * step);
+    if (threadIdx.x % 32 == 0) count_release(semaphores + tiles[t] * step);
     place.emptied();
   }
 }
@@ -100,7 +97,7 @@ __device__ __forceinline__ void add_in_order(const StagedSums<buffers>& sums, in
       sums.add(n, bh * Tr + tiles[t]);
       if (threadIdx.x % 32 > 0) continue;
       bulk_wait<0>();
-      count_sums(semaphores + bh * Tr + tiles[t]);
+      count_release(semaphores + bh * Tr + tiles[t]);
     }
   });
 }

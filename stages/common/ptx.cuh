@@ -100,6 +100,12 @@ __device__ __forceinline__ int load_acquire(const int* from) {
   return x;
 }
 
+// Counts one more there. Who acquires that sees what this thread had done or waited for. (As __threadfence()
+// and atomicAdd(), but the L1 cache keeps what it has.)
+__device__ __forceinline__ void count_release(int* to) {
+  asm volatile("red.release.gpu.global.add.s32 [%0], 1;" :: "l"(to) : "memory");
+}
+
 // cp.async (sm_80): start to copy 16 bytes from global to shared memory, past the registers and the L1 cache.
 // The first `bytes` of them come from there, the rest become zeros. The copy may be made at any time until
 // this thread has waited for it; for other threads a barrier must follow the wait.

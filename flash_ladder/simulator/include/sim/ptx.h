@@ -64,6 +64,10 @@ inline int load_acquire(const int* from) {
   __threadfence();
   return x;
 }
+inline void count_release(int* to) {
+  __threadfence();
+  atomicAdd(to, 1);
+}
 SIM_ALWAYS_INLINE void cp_async_16(uint32_t to, const void* from, int bytes = 16, SIM_SITE) {
   sim::sim_copy_async(sim::sim_shared_pointer("cp.async", to, 16, file, line), from, 16, bytes, file, line);
 }
