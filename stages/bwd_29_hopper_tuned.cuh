@@ -36,14 +36,14 @@
 // It takes dropout, a sink and a V of d_v < d columns: the maps of V and dO have d_v columns, so the engine
 // fills up with zeros. With dropout dP starts from 0, as D is subtracted after some of dP is dropped. And dV
 // needs another P than dS, in which what is dropped has a minus: so dP needs no random words (common/
-// drop_signed.cuh). Two lanes make each other's random words (common/drop_transposed.cuh). These made
-// dropout_p=0.1 cost 1.43x, not 2.08x, at d=64 full (H100, bf16, N=4096; 120 bytes are spilled, not 468). It
-// takes no packed sequences: a map ends with its tensor, not with a sequence.
+// drop_signed.cuh). Two lanes make each other's random words (common/drop_transposed.cuh). It takes no packed
+// sequences: a map ends with its tensor, not with a sequence.
 //
-// Dropout at d=64 (H100, bf16, N=4096, full and causal, of the time without it): 1.42, 1.44. Without Philox
-// it would be 1.16, 1.15 (transposed_dq). Lost: random words under the products S and dP, as a bit for each
-// element, and dS two elements an instruction (1.56, 1.48); half as many shuffles (1.61, 1.61). Without any
-// shuffle it would be 1.46, 1.45, as with them: they cost nothing.
+// Dropout at d=64 (H100, bf16, N=4096, full and causal, of the time without it): 1.31, 1.35, with groups of
+// 128 elements for four words of Philox; of 16 elements 1.42, 1.44, and without Philox 1.16, 1.15. Lost:
+// random words under the products S and dP, as a bit for each element, and dS two elements an instruction
+// (1.56, 1.48); half as many shuffles (1.61, 1.61). Without any shuffle they cost the same. 164 bytes are
+// spilled.
 //
 // HBM traffic without caches (hbm, above): as in whole_group. At d > 128 a thread spills some bytes, which it
 // loads once an item.
@@ -198,7 +198,7 @@ __global__ void __launch_bounds__(threads, 1) backward_kernel(
         wgmma_wait<1>();                    // dP^T is there, dV goes on
 
         if (Mask::scores) for_both(P_frag, S_reg, [](float P, float& x, int, int) { x = P; });
-        if (DROPOUT) drop_dS(dP_reg, P_frag, dropout_scale(p), D_i);
+        if (DROPOUT) drop_dS(dP_reg, P_frag, D_i);
         else for_both(S_reg, dP_reg, [](float P, float& dP, int, int) { dP = P * dP; });     // line 14: dS_ij
         keep_gradients(mask, dP_reg, i * Br, j * Bc + first_key);
         if (Mask::scores) for_both(slope_frag, dP_reg, [](float slope, float& dS, int, int) { dS *= slope; });
@@ -242,7 +242,7 @@ __global__ void __launch_bounds__(threads, 1) backward_kernel(
     } else {                                // line 18; where other warps may have had dQ, too
       if (threadIdx.x % 32 == 0) bulk_wait_read<0>();
       if (dQ_warps < warps) named_barrier_sync(3, 32 * warps);
-      store_staged<room>(dK_map, staging, dK_reg, p.scale, first_row, done, first_col, from_col);
+      store_staged<room>(dK_map, staging, dK_reg, scale_of_dS(p), first_row, done, first_col, from_col);
       store_staged<room>(dV_map, staging + behind_dK, dV_reg, dropout_scale(p), first_row, done, first_col,
                          from_col);
     }
@@ -276,7 +276,7 @@ cudaError_t launch(const BwdParams& p, cudaStream_t stream) {
   w.dQ_accum = static_cast<float*>(p.workspace);
   w.L = w.dQ_accum + rows_of_Q(p) * d;
   w.D = w.L + rows_of_Q(p);
-  prepare_seeds(w, p.scale);
+  prepare_seeds(w, p.scale, dropout_scale(p));
   float* dKV_parts = w.D + rows_of_Q(p);
   w.ticket = reinterpret_cast<int*>(dKV_parts + 2 * numbers_of_K(p));
   w.first_ticket = multiprocessors();
@@ -288,7 +288,7 @@ cudaError_t launch(const BwdParams& p, cudaStream_t stream) {
   cudaLaunchKernelEx(EarlyLaunch(items.blocks(), threads, bytes, stream), backward_kernel, p, w, dKV_parts,
                      items, Q_map, K_map, V_map, dO_map, dK_map, dV_map);
   cudaLaunchKernelEx(EarlyLaunch(p.B * p.H * ceil_div(p.N_q, convert_rows), 256, 0, stream),
-                     convert_dQ_kernel, p, w.dQ_accum, 1);
-  reduce_heads(p, dKV_parts, p.H / heads_of_a_block(p), stream);
+                     convert_dQ_kernel, with_scale_of_dS(p), w.dQ_accum, 1);
+  reduce_heads(with_scale_of_dS(p), dKV_parts, p.H / heads_of_a_block(p), stream);
   return cudaGetLastError();
 }

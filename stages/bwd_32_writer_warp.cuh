@@ -175,7 +175,7 @@ __global__ void __launch_bounds__(threads, 1) backward_kernel(
         wgmma_wait<1>();                    // dP^T is there, dV goes on
 
         if (Mask::scores) for_both(P_frag, S_reg, [](float P, float& x, int, int) { x = P; });
-        if (DROPOUT) drop_dS(dP_reg, P_frag, dropout_scale(p), D_i);
+        if (DROPOUT) drop_dS(dP_reg, P_frag, D_i);
         else for_both(S_reg, dP_reg, [](float P, float& dP, int, int) { dP = P * dP; });     // line 14: dS_ij
         keep_gradients(mask, dP_reg, i * Br, j * Bc + first_key);
         if (Mask::scores) for_both(slope_frag, dP_reg, [](float slope, float& dS, int, int) { dS *= slope; });
@@ -217,7 +217,7 @@ __global__ void __launch_bounds__(threads, 1) backward_kernel(
     } else {                                // line 18; where other warps may have had dQ, too
       if (warp < dQ_warps) sums.wait_until_left(n, by_turns ? warp / 4 : 0);
       if (dQ_warps < warps) named_barrier_sync(3, 32 * warps);
-      store_staged<room>(dK_map, staging, dK_reg, p.scale, first_row, done, first_col, from_col);
+      store_staged<room>(dK_map, staging, dK_reg, scale_of_dS(p), first_row, done, first_col, from_col);
       store_staged<room>(dV_map, staging + behind_dK, dV_reg, dropout_scale(p), first_row, done, first_col,
                          from_col);
     }
@@ -251,7 +251,7 @@ cudaError_t launch(const BwdParams& p, cudaStream_t stream) {
   w.dQ_accum = static_cast<float*>(p.workspace);
   w.L = w.dQ_accum + rows_of_Q(p) * d;
   w.D = w.L + rows_of_Q(p);
-  prepare_seeds(w, p.scale);
+  prepare_seeds(w, p.scale, dropout_scale(p));
   float* dKV_parts = w.D + rows_of_Q(p);
   w.ticket = reinterpret_cast<int*>(dKV_parts + 2 * numbers_of_K(p));
   w.first_ticket = multiprocessors();
@@ -263,7 +263,7 @@ cudaError_t launch(const BwdParams& p, cudaStream_t stream) {
   cudaLaunchKernelEx(EarlyLaunch(items.blocks(), threads, bytes, stream), backward_kernel, p, w, dKV_parts,
                      items, Q_map, K_map, V_map, dO_map, dK_map, dV_map);
   cudaLaunchKernelEx(EarlyLaunch(p.B * p.H * ceil_div(p.N_q, convert_rows), 256, 0, stream),
-                     convert_dQ_kernel, p, w.dQ_accum, 1);
-  reduce_heads(p, dKV_parts, p.H / heads_of_a_block(p), stream);
+                     convert_dQ_kernel, with_scale_of_dS(p), w.dQ_accum, 1);
+  reduce_heads(with_scale_of_dS(p), dKV_parts, p.H / heads_of_a_block(p), stream);
   return cudaGetLastError();
 }

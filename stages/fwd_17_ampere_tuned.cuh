@@ -171,7 +171,7 @@ __global__ void __launch_bounds__(threads, blocks_per_sm) forward_kernel(FwdPara
         for_row(O_reg[r / 2], r % 2, [&](float& x) { x *= alpha; });     // line 10: e^(m - m_new) O
       }
 
-      uint4 words[strips];                  // of dropout, for 32 keys
+      uint4 words[strips];                  // of dropout, for 128 keys
       #pragma unroll
       for (int k = 0; k < Bc / 16; k++) {                                // line 10: + P~_ij V_j
         uint32_t P_frag[strips][4];
@@ -179,9 +179,10 @@ __global__ void __launch_bounds__(threads, blocks_per_sm) forward_kernel(FwdPara
         for (int s = 0; s < strips; s++) {
           to_A(P_frag[s], S_reg[s], k);
           if (!DROPOUT) continue;
-          const int n = Bc % 32 == 0 ? k : k + j * Bc / 16;              // of 32 keys the first 16, or not?
-          if (n % 2 == 0 || k == 0) words[s] = words_of_lane(mask, warp_row + 16 * s, j * Bc + 16 * k);
-          drop(P_frag[s], words[s], n % 2, mask);
+          const unsigned n = Bc % 128 == 0 ? k : k + j * Bc / 16;        // which 16 of 128 keys?
+          if (n % 8 == 0 || k == 0)
+            words[s] = words_of_lane(mask, warp_row + 16 * s, j * Bc + 16 * k, (warp_row / 16 + s) % 2);
+          drop(P_frag[s], words[s], n, mask);
         }
         #pragma unroll
         for (int n = 0; n < width / 16; n++) {

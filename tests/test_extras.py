@@ -41,7 +41,8 @@ def _product(a, x):
     return middle >> 16, ((middle & 0xFFFF) << 16) | (lower & 0xFFFF)
 
 
-MADE = 0xCD9E8D57   # c, of a word c x + y that is made of two others
+# c and e, of columns below 64, and of the others, in the first row and the second
+FACTORS = (0x297A2D39, 0x9E3779B9, 0x85EBCA77, 0xC2B2AE35), (0x1B873593, 0xCD9E8D57, 0xBB67AE85, 0xD2511F53)
 
 
 def less(numbers, p):
@@ -51,18 +52,27 @@ def less(numbers, p):
     return as_fp16[numbers] < in_order[round(p * 65536)]
 
 
+def made_of(words):
+    """Of x, y, z, w the 64 words of a group: of four rows, sixteen each."""
+    made = []
+    for row in range(4):
+        x, y, z, w = (words[n] for n in ([0, 1, 2, 3], [2, 0, 3, 1])[row // 2])
+        for n, factor in enumerate(FACTORS[row % 2]):
+            a, b, *others = (z, w, x, y) if n % 2 else (x, y, z, w)
+            made += [_product(factor, word)[1] + a + b & 0xFFFFFFFF for word in (a, b, *others)]
+    return made
+
+
 def expected_keep(seed, B, H, N_q, N_k, p):
     """(B, H, N_q, N_k), as stages/common/dropout.cuh defines it."""
     head = torch.arange(B * H).view(B, H, 1, 1)
     row, col = torch.arange(N_q).view(-1, 1), torch.arange(N_k)
     zero = torch.zeros_like(head)
-    words = philox((head, col // 32 * 4 + col % 8 // 2, zero, row // 16 * 8 + row % 8),
+    words = philox((head, col // 128 * 4 + col % 8 // 2, zero, row // 32 * 8 + row % 8),
                    (seed & 0xFFFFFFFF, seed >> 32 & 0xFFFFFFFF))
-    x, y, z, w = torch.broadcast_tensors(*words)
-    made = [_product(MADE, a)[1] + b & 0xFFFFFFFF for a, b in [(x, y), (y, z), (z, w)]]
-    made.append(_product(MADE, w)[1] + made[0] & 0xFFFFFFFF)
-    which = (row // 8 % 2 * 4 + col // 8 % 4).expand(1, B, H, N_q, N_k)
-    word = torch.stack([x, y, z, w, *made]).gather(0, which)[0]
+    which = (row // 8 % 4 * 16 + col // 8 % 16).expand(1, B, H, N_q, N_k)
+    made = made_of(torch.stack(torch.broadcast_tensors(*words)))
+    word = torch.stack(made).gather(0, which)[0]
     bits = torch.where(col % 2 > 0, word >> 16, word & 0xFFFF)
     return torch.where(less(bits, min(p, 1 - p)) == (p <= 0.5), 0.0, 1 / (1 - p)).double()
 
@@ -146,41 +156,54 @@ def test_rate_and_independence(p):
     assert abs(keep.mean() - (1 - p)) < 4 * math.sqrt(p * (1 - p) / n)
     x, y = keep - keep.mean(), other - other.mean()
     for a, b in [(x, y), (x[0], x[1]), (x[:, 0], x[:, 1]),
-                 *((x[..., step:], x[..., :-step]) for step in (1, 2, 8, 16, 24, 32)),
+                 *((x[..., step:], x[..., :-step]) for step in (1, 2, 8, 16, 24, 32, 64)),
                  *((x[..., step:, :], x[..., :-step, :]) for step in (1, 2, 8, 16, 24, 32))]:
         correlation = (a * b).mean() / (p * (1 - p))
         assert abs(correlation) < 4.5 / math.sqrt(a.numel())
 
 
 @pytest.mark.parametrize("p", [0.1, 0.5])
-def test_a_group_of_sixteen(p):
-    """Its rate is p at each of 16 places, and no two elements are correlated, nor three, nor the eight of a
-    row, nor four of them."""
+def test_a_group(p):
+    """Its rate is p at each of 128 places, and no two elements are correlated, nor three."""
     keep = expected_keep(0x3243F6A8885A308D, 1, 4, 1024, 1024, p) > 0
     rate = round(p * 65536) / 65536
     x = (keep.double() - (1 - rate)) / math.sqrt(rate * (1 - rate))
-    x = x.view(4, 64, 2, 8, 32, 4, 4, 2).permute(2, 5, 7, 0, 1, 3, 4, 6).flatten(3).flatten(0, 2)
-    n = x.shape[1]
-    assert (x.mean(1).abs() < 4.5 / math.sqrt(n)).all()
-    for a in range(16):
+    x = x.view(4, 32, 4, 8, 8, 16, 4, 2).permute(2, 5, 7, 0, 1, 3, 4, 6).flatten(3).flatten(0, 2)
+    places, n = x.shape
+    assert places == 128 and (x.mean(1).abs() < 4.5 / math.sqrt(n)).all()
+    for a in range(places):
         assert ((x[a] * x[a + 1:]).mean(1).abs() < 5 / math.sqrt(n)).all()
         of_three = (x[a] * x) @ x.T / n
-        assert (of_three[a + 1:, a + 1:].triu(1).abs() < 5.5 / math.sqrt(n)).all()
-    rows = x.view(2, 8, n)
-    of_four = [rows[:, list(four)].prod(1).mean(1) for four in itertools.combinations(range(8), 4)]
-    assert (torch.stack(of_four).abs() < 5 / math.sqrt(n)).all()
-    assert (rows.prod(1).mean(1).abs() < 4.5 / math.sqrt(n)).all()
+        assert (of_three[a + 1:, a + 1:].triu(1).abs() < 6 / math.sqrt(n)).all()
 
 
-@pytest.mark.parametrize("p", [0.05, 0.1, 0.2, 0.5])
+def test_which_words_depend():
+    """Any three words in the same row and half have numbers of x, y, z, w that are independent modulo 2, and
+    any two at all, but for 224 pairs. These have three bits in common at most, which hardly matters."""
+    one_each = torch.eye(4, dtype=torch.int64)              # the words are sums, so of 1, 0, 0, 0 and so on
+    words = torch.stack(made_of(one_each))                  # the numbers of x, y, z, w
+    for of_half in words.view(8, 8, 4) % 2:
+        assert len(of_half.unique(dim=0)) == 8
+        assert (of_half.sum(1) % 2 == 1).all()              # so no two of them add up to a third
+    differences = [a - b for a, b in itertools.combinations(words, 2)]
+    close = [difference for difference in differences if not (difference % 2).any()]
+    assert len(close) == 224 and all((difference % 16).any() for difference in close)
+    for p in (0.05, 0.1, 0.5):
+        by_last_bits = less(torch.arange(65536), p).double().view(-1, 8).mean(0)
+        assert by_last_bits.var(correction=0) < 1e-6 * p * (1 - p)
+
+
+@pytest.mark.parametrize("p", [0.05, 0.1, 0.5])
 def test_three_that_depend(p):
-    """x, y and c x + y, their lower halves: the correlation of three, of all 2^32 pairs of x and y."""
-    dropped = less(torch.arange(65536), p)
-    both = torch.fft.rfft(dropped.double())
-    both = torch.fft.irfft(both * both.conj()).round()        # for how many y are y and y + shift dropped?
-    rate = dropped.double().mean()
-    all_three = both[MADE * dropped.nonzero() % 65536].sum() / 2.0**32
-    assert abs(all_three - rate**3) < 1e-4 * (rate * (1 - rate))**1.5
+    """The lower halves of s + c x and s + c' x, of two rows, and s + c y: 2^24 pairs of x and y."""
+    dropped = less(torch.arange(65536), p).double()
+    rate = dropped.mean()
+    x = dropped - rate
+    words = torch.randint(2**32, (4, 2**24), generator=torch.Generator().manual_seed(2))
+    made = made_of(words)
+    depend = x[made[0] & 0xFFFF] * x[made[16] & 0xFFFF]
+    assert abs((depend * x[made[1] & 0xFFFF]).mean()) < 5 * (rate * (1 - rate))**1.5 / 2**12
+    assert abs(depend.mean()) < 5 * rate * (1 - rate) / 2**12
 
 
 @pytest.mark.parametrize("count", [0, 1, 6554, 0x7C00, 0x7C01, 0x7C02, 32768])

@@ -23,25 +23,27 @@ __device__ __forceinline__ uint4 philox(uint4 counter, uint2 key) {
 
 // 1 / (1 - p); if nothing is kept any number does that is more than 2 (see Dropout::dropped())
 template <class Params>
-__device__ __forceinline__ float dropout_scale(const Params& p) {
+__host__ __device__ __forceinline__ float dropout_scale(const Params& p) {
   if constexpr (!DROPOUT) return 1.f;
   else return p.dropout < 1.f ? 1.f / (1.f - p.dropout) : 65536.f;
 }
 
-// Sixteen elements are one group, which has four random words and makes four more of them. The groups are
-// chosen for tensor cores, where a lane has whole ones (common/drop.cuh): two rows that are 8 apart, and two
-// neighbours of every 8 of 32 columns. So a tile of 16 x 32 has 8 x 4 groups. The words of their elements:
+// 128 elements are one group: four rows that are 8 apart, and two neighbours of every 8 of 128 columns. So a
+// tile of 32 x 128 has 8 x 4 groups. (A lane of tensor cores has half of a group in the 16 rows of a warp in
+// the forward pass, common/drop.cuh, and an eighth in its 16 columns in the backward pass,
+// common/drop_transposed.cuh.) A group has four random words, and makes 64 of them, each for two neighbours.
+// Its upper two rows have the four as x, y, z, w, the lower two as z, x, w, y. Then
 //
-//      column     0 1       8 9      16 17       24 25
-//         row 0     x         y         z           w
-//             8  c x + y   c y + z   c z + w   c w + c x + y
+//      columns     0 1       8 9       16 17      24 25      32 33      40 41      48 49      56 57
+//                 s + c x   s + c y   s + c z    s + c w    t + e z    t + e w    t + e x    t + e y
 //
-// A word made of two others, c x + y with an odd c, is uniform whatever x is, and whatever y is. So any two
-// of the eight are independent, and the four of a row are: any two elements, and all of a row, and of a
-// column. So a row of O, dQ or dV is what it would be if all were.
-//
-// Three elements in two rows, of x, y and c x + y, hardly depend on each other, as c scrambles x: for
-// p >= 0.05 their correlation is below 1e-4 (tests/test_extras.py).
+// with s = x + y, t = z + w, and odd numbers c and e: of each one for the first of two rows and one for the
+// second, and others for columns from 64 on. A word made like this is uniform. Two or three together are, if
+// their numbers of x, y, z, w are independent modulo 2. Those of any three words in the same row and half
+// are, and those of any two but for 224 pairs of 2016. These have up to three bits in common, the last ones
+// of their lower halves, which seldom tell what is dropped from what is kept: they are correlated by less
+// than 1e-6. So a row of O or dQ has the mean and the variance that it would have if all elements were
+// independent, and so has a column's dK and dV. (What three depend on each other: tests/test_extras.py.)
 //
 // An element has 16 bits of a word, the left one of two the lower half. They are compared as fp16 numbers, as
 // one instruction does that for both. In the order of these, 0xfc00 (minus infinity) is the lowest. Then come
@@ -71,14 +73,21 @@ struct Dropout {
   // this, row and column meet in the third round. What comes before is the same for all groups of a row, or
   // of a column.
   __device__ uint4 words(unsigned row, unsigned col) const {
-    return philox(make_uint4(head, col / 32 * 4 + col % 8 / 2, 0, row / 16 * 8 + row % 8), seed);
+    return philox(make_uint4(head, col / 128 * 4 + col % 8 / 2, 0, row / 32 * 8 + row % 8), seed);
   }
 
-  // The words of a group's first 16 columns, or its last ones (right): two of row 0, then two of row 1
-  __device__ static uint4 words_of_half(const uint4& w, bool right) {
-    constexpr uint32_t c = 0xCD9E8D57;
-    const uint32_t first = right ? w.z : w.x, second = right ? w.w : w.y, third = right ? c * w.x + w.y : w.z;
-    return make_uint4(first, second, c * first + second, c * second + third);
+  // As rows have them that are in the upper two or the lower two of the group
+  __device__ static uint4 words_of_rows(const uint4& w, bool lower) {
+    return make_uint4(lower ? w.z : w.x, lower ? w.x : w.y, lower ? w.w : w.z, lower ? w.y : w.w);
+  }
+
+  // Of these, what the n-th 16 of the columns have: two words of the first row, then two of the second
+  __device__ static uint4 words_of_columns(const uint4& w, unsigned n) {
+    const bool last_64 = n / 4 % 2, right = n / 2 % 2, first = right == n % 2;
+    const uint32_t sum = right ? w.z + w.w : w.x + w.y, x = first ? w.x : w.z, y = first ? w.y : w.w;
+    const uint32_t c = last_64 ? right ? 0xC2B2AE35 : 0x85EBCA77 : right ? 0x9E3779B9 : 0x297A2D39;
+    const uint32_t c2 = last_64 ? right ? 0xD2511F53 : 0xBB67AE85 : right ? 0xCD9E8D57 : 0x1B873593;
+    return make_uint4(sum + c * x, sum + c * y, sum + c2 * x, sum + c2 * y);
   }
 
   // Of the two elements of a word: 0xffff in the half of one that is dropped. With p > 1/2 those that are
@@ -93,24 +102,24 @@ struct Dropout {
   }
   __device__ float2 keep_two(int row, int col) const {
     if (!DROPOUT) return make_float2(1.f, 1.f);
-    const uint4 w = words_of_half(words(row, col), col / 16 % 2);
+    const uint4 w = words_of_columns(words_of_rows(words(row, col), row / 16 % 2), col / 16);
     const uint32_t two = dropped(row / 8 % 2 ? col / 8 % 2 ? w.w : w.z : col / 8 % 2 ? w.y : w.x);
     return make_float2(two & 1 ? 0.f : scale, two >> 16 ? 0.f : scale);
   }
 
-  // Of the sixteen elements of the group that an element belongs to, which are kept? Bit 8 r + c: the one in
-  // its row r and column c.
-  __device__ uint32_t kept(int row, int col) const {
-    const uint4 w = words(row, col);
+  // Of the group of these words, of its upper or lower two rows, and of the n-th 32 of its columns: which of
+  // these sixteen elements are kept? Bit 8 r + c: the one in the r-th row and the c-th column.
+  __device__ uint32_t kept(const uint4& words, bool lower, unsigned n) const {
+    const uint4 of_rows = words_of_rows(words, lower);
     uint32_t bits = 0;
     #pragma unroll
     for (int half = 0; half < 2; half++) {
-      const uint4 of_half = words_of_half(w, half);
-      const uint32_t words[4] = {of_half.x, of_half.y, of_half.z, of_half.w};
+      const uint4 w = words_of_columns(of_rows, 2 * n + half);
+      const uint32_t each[4] = {w.x, w.y, w.z, w.w};
       #pragma unroll
-      for (int n = 0; n < 4; n++) {
-        const uint32_t two = ~dropped(words[n]);
-        bits |= (two & 1 | two >> 15 & 2) << (n / 2 * 8 + half * 4 + n % 2 * 2);
+      for (int k = 0; k < 4; k++) {
+        const uint32_t two = ~dropped(each[k]);
+        bits |= (two & 1 | two >> 15 & 2) << (k / 2 * 8 + half * 4 + k % 2 * 2);
       }
     }
     return bits;

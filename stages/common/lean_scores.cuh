@@ -18,10 +18,12 @@ __device__ __forceinline__ void change_scores(float (&S_reg)[n_tiles][4], uint32
 }
 
 // dS^T is the gradient by what the mask has added, too: it is written, if that is wanted. (Asked once, not
-// for each element: else ptxas serialises the products.)
+// for each element: else ptxas serialises the products.) With dropout dS is over its scale (drop_signed.cuh).
 template <int n_tiles>
 __device__ __forceinline__ void keep_gradients(const Mask& mask, float (&dST)[n_tiles][4], int first_row,
                                                int first_key) {
   if (!Rule::has_gradient || !mask.gradient) return;
-  for_each(dST, [&](float& dS, int r, int col) { mask.keep_gradient(dS, first_row + col, first_key + r); });
+  for_each(dST, [&](float& dS, int r, int col) {
+    mask.keep_gradient(DROPOUT ? mask.dropout.scale * dS : dS, first_row + col, first_key + r);
+  });
 }

@@ -13,10 +13,10 @@ __host__ __device__ inline float factor_of_S(float scale) {
   return Mask::scores ? 1.f : copysignf(fmaxf(fabsf(c), 1e-18f), c);
 }
 
-// prepare_kernel is to write -L / c and -D
-inline void prepare_seeds(Workspace& w, float scale) {
+// prepare_kernel is to write -L / c, and -D, over the scale of dropout
+inline void prepare_seeds(Workspace& w, float scale, float dropout_scale = 1.f) {
   if (!Mask::scores) w.times_L = -1.f / factor_of_S(scale);
-  w.times_D = -1.f;
+  w.times_D = -1.f / dropout_scale;
 }
 
 // Of each column its number in `row`
