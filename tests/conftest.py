@@ -139,6 +139,15 @@ def qkv_with_gaps(device, dtype=torch.float32):
 SCHEDULES = [("late", ""), ("early", ""), ("random", "1"), ("random", "2"), ("late", "3"), ("early", "4")]
 
 
+def with_two_schedules(names: str, cases):
+    """Parametrize `schedule` and these: each case with the first schedule, and with one of the others by
+    turns, where all of them would take long."""
+    return pytest.mark.parametrize(f"schedule, {names}", [
+        pytest.param(schedule, *case, id="-".join(["".join(schedule), *map(str, case)]))
+        for n, case in enumerate(cases)
+        for schedule in (SCHEDULES[0], SCHEDULES[1 + n % (len(SCHEDULES) - 1)])], indirect=["schedule"])
+
+
 @pytest.fixture(params=SCHEDULES, ids="".join)
 def schedule(request, monkeypatch, device):
     """When copies and products are made; in the simulator alone."""

@@ -19,6 +19,7 @@ from conftest import (
     tile_sizes,
     type_for,
     with_gaps,
+    with_two_schedules,
 )
 
 import flash
@@ -176,15 +177,15 @@ def test_blocks_with_several_query_heads(H, H_kv, d, B, on_gpu, mask, stage, dev
     check_gradients(run((stage, False), q, k, v, do, *options), q, k, v, do, *options)
 
 
-@pytest.mark.parametrize("stage", ["persistent", "whole_tiles", "hopper_tuned", *UP_TO_64])
-@pytest.mark.parametrize("H, H_kv, N_q, N_k, d, diagonal", [
-    (2, 2, 70, 520, 64, 0),        # a tile of keys that some rows see, then four that none sees
-    (4, 1, 140, 300, 128, 100),    # blocks of one query head, which write parts
-    (2, 1, 150, 210, 40, None),
-    (1, 1, 130, 210, 192, 60)])
-def test_a_block_takes_one_tile_of_keys_after_the_other(H, H_kv, N_q, N_k, d, diagonal, stage, device,
+@with_two_schedules("stage, H, H_kv, N_q, N_k, d, diagonal", [
+    (stage, *call) for stage in ("persistent", "whole_tiles", "hopper_tuned", *UP_TO_64) for call in (
+        (2, 2, 70, 520, 64, 0),        # a tile of keys that some rows see, then four that none sees
+        (4, 1, 140, 300, 128, 100),    # blocks of one query head, which write parts
+        (2, 1, 150, 210, 40, None),
+        (1, 1, 130, 210, 192, 60))])
+def test_a_block_takes_one_tile_of_keys_after_the_other(stage, H, H_kv, N_q, N_k, d, diagonal, device,
                                                         schedule):
-    """More of them than blocks, in every order in which these may ask for the next one."""
+    """More of them than blocks, in orders in which these may ask for the next one."""
     q, k, v = random_qkv(1 if device == "cpu" else 200, H, H_kv, N_q, N_k, d, device, torch.bfloat16)
     do, dlse = random_gradients(q)
     gradients = run((stage, False), q, k, v, do, diagonal, None, dlse)

@@ -13,7 +13,7 @@ import sys
 
 import pytest
 import torch
-from conftest import check, random_qkv
+from conftest import check, random_qkv, with_two_schedules
 from test_simulator import KERNELS, empty, simulator_only
 from test_simulator import call as call_other
 from test_tensor import check_product, joined, name_of, random_numbers
@@ -516,7 +516,7 @@ def test_what_a_warpgroup_of_a_cluster_leaves_out(device, d, tmp_path):
         on_the_diagonal(wrong, device, OF_TWO_BLOCKS, d)
 
 
-@pytest.mark.parametrize("stage, d, Br, Bc, causal", [
+@with_two_schedules("stage, d, Br, Bc, causal", [
     ("multicast", 256, 256, 80, True), ("multicast", 64, 384, 128, False),
     ("multicast_tuned", 256, 256, 80, False), ("multicast_tuned", 256, 256, 80, True),
     ("multicast_tuned", 128, 256, 128, True)])
@@ -621,7 +621,7 @@ EQUAL_TILES = [  # d, Br, Bc, N_q, N_k
     (256, 128, 80, 200, 300), (136, 64, 80, 70, 170)]
 
 
-@pytest.mark.parametrize("d, Br, Bc, N_q, N_k", EQUAL_TILES)
+@with_two_schedules("d, Br, Bc, N_q, N_k", EQUAL_TILES)
 def test_tiles_that_are_cut_between_blocks(device, schedule, d, Br, Bc, N_q, N_k):
     """More tiles than a round, and no multiple of one: of three multiprocessors or 132. The first keys and
     the last ones count most, for some rows."""
