@@ -357,7 +357,7 @@ def reasons(file: Path) -> dict[str, str]:
 # ------------------------------------------------------------------------------------------ the table
 BARRIER = "(__sync|__threadfence|named_barrier|cluster|fence_|wgmma_fence)"
 # Or a commit, or an arrival
-WAIT = "(cp_async|bulk|mbarrier|wgmma_commit|wgmma_wait|wait|fill|release|pass|end|skip)"
+WAIT = "(cp_async|bulk|mbarrier|wgmma_commit|wgmma_wait|wait|fill|release|pass|end|skip|count)"
 KINDS = {"a barrier or fence removed": f"{BARRIER}.* removed",
          "a barrier or fence moved": f"{BARRIER}.* a statement .*",
          "a wait or commit removed": f"{WAIT}.* removed",

@@ -55,6 +55,9 @@ def make(name, B, H, N_q, N_k, device="cpu", dtype=torch.float32):
         return Case(m.causal(), dense((j <= i)[None, None]))
     if name == "causal_diagonal":
         return Case(m.causal(-5), dense((j <= torch.arange(N_q)[:, None] - 5)[None, None]))
+    if name.startswith("window:"):
+        left, right = map(int, name.split(":")[1:])
+        return Case(m.window(left, right), dense(((j >= i - left) & (j <= i + right))[None, None]))
     if name == "window":
         return Case(m.window(20, 7), dense(((j >= i - 20) & (j <= i + 7))[None, None]))
     if name == "window_left":
@@ -285,6 +288,15 @@ def test_masks_at_the_end_of_hoppers_backward(name, stage, device):
     there."""
     tiles, d = {"Br_bwd": 64, "Bc_bwd": 64}, 48 if stage in UP_TO_64 else 40
     check(name, "ampere_tuned", stage, (1, 4, 2, 200, 230, d), torch.bfloat16, device, **SMALL, **tiles)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("stage", ["exp2", "ampere_tuned", "split_kv", "hopper_tuned"])
+@pytest.mark.parametrize("name", ["window:14:100", "window:100:14"])
+def test_a_corner_that_a_window_misses(name, stage, device):
+    """Of 16 rows and a tile of keys all elements are seen but the lower left one, or the upper right one."""
+    small = SMALL | {"Br": 64} if stage == "hopper_tuned" else SMALL
+    check(name, stage, None, (1, 2, 1, 150, 150, 40), torch.bfloat16, device, gradients=False, **small)
 
 
 @pytest.mark.parametrize("device", DEVICES)
