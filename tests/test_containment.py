@@ -27,8 +27,8 @@ STACK = "stack overflow"
 MEMORY = "out of memory|no memory|bad_alloc"
 WHAT = {                                       # by the number in hostile.cuh: what the error says
     1: "integer division by zero",
-    2: "a division by zero that the compiler has seen",
-    3: "a division by zero that the compiler has seen",
+    2: "division by zero",
+    3: "division by zero",
     4: r"abort\(\) was called",
     5: r"exit\(0\) was called",
     6: r"_exit\(3\) was called",

@@ -165,10 +165,10 @@ def test_rate_and_independence(p):
 @pytest.mark.parametrize("p", [0.1, 0.5])
 def test_a_group(p):
     """Its rate is p at each of 128 places, and no two elements are correlated, nor three."""
-    keep = expected_keep(0x3243F6A8885A308D, 1, 4, 1024, 1024, p) > 0
+    keep = expected_keep(0x3243F6A8885A308D, 1, 2, 1024, 1024, p) > 0
     rate = round(p * 65536) / 65536
-    x = (keep.double() - (1 - rate)) / math.sqrt(rate * (1 - rate))
-    x = x.view(4, 32, 4, 8, 8, 16, 4, 2).permute(2, 5, 7, 0, 1, 3, 4, 6).flatten(3).flatten(0, 2)
+    x = (keep.float() - (1 - rate)) / math.sqrt(rate * (1 - rate))
+    x = x.view(2, 32, 4, 8, 8, 16, 4, 2).permute(2, 5, 7, 0, 1, 3, 4, 6).flatten(3).flatten(0, 2)
     places, n = x.shape
     assert places == 128 and (x.mean(1).abs() < 4.5 / math.sqrt(n)).all()
     for a in range(places):
@@ -198,12 +198,12 @@ def test_three_that_depend(p):
     """The lower halves of s + c x and s + c' x, of two rows, and s + c y: 2^24 pairs of x and y."""
     dropped = less(torch.arange(65536), p).double()
     rate = dropped.mean()
-    x = dropped - rate
-    words = torch.randint(2**32, (4, 2**24), generator=torch.Generator().manual_seed(2))
-    made = made_of(words)
-    depend = x[made[0] & 0xFFFF] * x[made[16] & 0xFFFF]
-    assert abs((depend * x[made[1] & 0xFFFF]).mean()) < 5 * (rate * (1 - rate))**1.5 / 2**12
-    assert abs(depend.mean()) < 5 * rate * (1 - rate) / 2**12
+    words = torch.stack(made_of(torch.eye(4, dtype=torch.int64))) % 65536        # the numbers of x, y, z, w
+    assert not words[[0, 16, 1], 2:].any()
+    x, y = torch.randint(65536, (2, 2**24), generator=torch.Generator().manual_seed(2))
+    a, b, c = (dropped[(word[0] * x + word[1] * y) % 65536] - rate for word in words[[0, 16, 1]])
+    assert abs((a * b * c).mean()) < 5 * (rate * (1 - rate))**1.5 / 2**12
+    assert abs((a * b).mean()) < 5 * rate * (1 - rate) / 2**12
 
 
 @pytest.mark.parametrize("count", [0, 1, 6554, 0x7C00, 0x7C01, 0x7C02, 32768])
