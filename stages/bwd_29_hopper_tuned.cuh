@@ -39,11 +39,11 @@
 // drop_signed.cuh). Two lanes make each other's random words (common/drop_transposed.cuh). It takes no packed
 // sequences: a map ends with its tensor, not with a sequence.
 //
-// Dropout at d=64 (H100, bf16, N=4096, full and causal, of the time without it): 1.31, 1.35, with groups of
-// 128 elements for four words of Philox; of 16 elements 1.42, 1.44, and without Philox 1.16, 1.15. Lost:
-// random words under the products S and dP, as a bit for each element, and dS two elements an instruction
-// (1.56, 1.48); half as many shuffles (1.61, 1.61). Without any shuffle they cost the same. 164 bytes are
-// spilled.
+// Dropout at d=64 (H100, bf16, N=4096, full and causal, of the time without it): 1.31 to 1.33, 1.35 to 1.36,
+// with groups of 128 elements for four words of Philox; 164 bytes are spilled. With groups of 16 it was 1.42,
+// 1.44, and 1.16, 1.15 without Philox. Lost with these: random words under the products S and dP, as a bit
+// for each element, and dS two elements an instruction (1.56, 1.48); half as many shuffles (1.61, 1.61). None
+// at all took as long as all of them.
 //
 // HBM traffic without caches (hbm, above): as in whole_group. At d > 128 a thread spills some bytes, which it
 // loads once an item.

@@ -180,14 +180,17 @@ def test_packed_sequences_spill_little(stage, tmp_path):
 
 
 @pytest.mark.skipif(NVCC is None, reason=WHY_NOT)
-@pytest.mark.parametrize("direction, name, d, asked, most", [
-    ("fwd", "hopper_tuned", 64, "DROPOUT", 0), ("fwd", "hopper_tuned", 128, "DROPOUT", 0),
-    ("bwd", "hopper_tuned", 64, "DROPOUT", 256), ("bwd", "next_keys", 64, "alibi", 0)])
-def test_dropout_and_scores_on_hopper(direction, name, d, asked, most, tmp_path):
+@pytest.mark.parametrize("direction, name, d, asked, causal, most", [
+    ("fwd", "hopper_tuned", 64, "DROPOUT", True, 0), ("fwd", "hopper_tuned", 64, "DROPOUT", False, 0),
+    ("fwd", "hopper_tuned", 128, "DROPOUT", True, 0), ("fwd", "hopper_tuned", 128, "DROPOUT", False, 40),
+    ("fwd", "hopper_tuned", 64, "window", False, 0), ("fwd", "hopper_tuned", 128, "window", False, 28),
+    ("bwd", "hopper_tuned", 64, "DROPOUT", True, 116), ("bwd", "hopper_tuned", 64, "DROPOUT", False, 164),
+    ("bwd", "next_keys", 64, "alibi", False, 0)])
+def test_dropout_and_masks_on_hopper(direction, name, d, asked, causal, most, tmp_path):
     """Registers are short there: products are not serialised, and so many bytes are spilled at most."""
     stage = flash.find_stage(name, torch.bfloat16, torch.device("cpu"), direction)
     more = {asked: "1"} if asked == "DROPOUT" else {"MASK_FILE": flash.STAGES / "masks" / f"{asked}.cuh"}
-    report = compile_stage(stage, "sm_90a", d, asked == "DROPOUT", tmp_path, torch.bfloat16, more=more)
+    report = compile_stage(stage, "sm_90a", d, causal, tmp_path, torch.bfloat16, more=more)
     assert SERIALISED not in report, report
     spilled = max(map(int, re.findall(r"(\d+) bytes spill (?:stores|loads)", report)))
     assert spilled <= most, report

@@ -164,9 +164,10 @@ struct Mask {
       return {end, false};
     } else {
       const int before = tiles[end - 1] - (end - 1);               // tiles that no row of Q's tile needs
-      const int keys = min(rule.end_key(row) - before * BLOCK_C, end * BLOCK_C);      // without the minimum
-      const int of_rows = several ? max(ceil_div(keys, BLOCK_C), 1)                   // wgmma is serialised
+      const int keys = min(rule.end_key(row) - before * BLOCK_C, end * BLOCK_C);
+      const int of_rows = several ? max(ceil_div(keys, BLOCK_C), 1)
                                   : end - (end > 1 && keys <= (end - 1) * BLOCK_C);
+      // Without the minimum, or without sides == 1, ptxas serialises wgmma.
       return {of_rows, sides == 1 && some < BLOCK_C && of_rows > 1 && keys <= (of_rows - 1) * BLOCK_C + some};
     }
   }
