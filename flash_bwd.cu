@@ -90,6 +90,8 @@
 //                                            each run: sums of dQ in the order of keys, by semaphores
 //   stages/bwd_35_next_keys.cuh              (after transposed_dq) a second buffer for K and V each, in what
 //                                            transposed_dq spares: the next ones come meanwhile
+//   stages/bwd_36_idle_warps.cuh             (after writer_warp) idle warps clear the sums of dQ before they
+//                                            are needed, and convert them as soon as they are there
 // The lines at a stage's start, and the two functions that it defines, are those of a forward stage.
 #include <cuda_runtime.h>
 #include <math.h>

@@ -41,7 +41,8 @@ MULTICAST = ("multicast", "multicast_tuned")       # of the forward
 # Of the backward, for d <= 64: with more their products are serialised
 UP_TO_64 = ("transposed_dq", "next_keys")
 STREAM_K = ("stream_k",)       # of the forward, where all tiles are equal: it makes its parent no fork
-IN_ORDER = ("writer_warp", "semaphores")      # of the backward, for d <= 192, as a tile of dQ has to fit
+# Of the backward, for d <= 192, as a tile of dQ has to fit
+WRITERS = ("writer_warp", "semaphores", "idle_warps")
 
 
 def is_end(stage) -> bool:

@@ -28,7 +28,8 @@ SYNC = re.compile(
     r"mbarrier_(?:init|wait|wait_for_blocks|arrive|arrive_expect|arrive_in_block|arrive_as_reader)|"
     r"cluster_(?:sync|arrive|wait)|"
     r"fence_mbarrier_init|fence_proxy_async|wgmma_fence|wait_for_previous_kernel|count_release)|"
-    r"(?:\w+\.)?(?:wait_until_(?:full|empty)|fill|release|pass|wait|end|end_all|skip))" # ring.cuh, turns.cuh
+    r"(?:\w+\.)?"                            # ring.cuh, turns.cuh
+    r"(?:wait_until_(?:full|empty|cleared)|fill|release|pass|wait|end|end_all|skip))"
     r"\s*\((?P<arguments>(?:[^()]|\((?:[^()]|\([^()]*\))*\))*)\)\s*;")    # brackets within brackets, twice
 # What is changed in some of their arguments: which one, to what, and how that is called
 STEPS = ("{} + 1", "of the step after"), ("{} - 1", "of the step before")

@@ -3,7 +3,6 @@
 // types:   fp16, bf16
 // needs:   sm_90a
 // after:   transposed_dq
-// default: sm_90a if d <= 64 and d % 16 == 0
 // deterministic: no
 // takes:   sink, d_v
 // tiles:   Br=128 Bc=128; d > 64: Br=64 Bc=128; d > 128: Br=64 Bc=64

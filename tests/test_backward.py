@@ -25,7 +25,7 @@ from conftest import (
 import flash
 from flash_ladder import plan
 from flash_ladder.arithmetic import evaluate
-from flash_ladder.grid import GRID, IN_ORDER, SIDE_BRANCH, THIN, UP_TO_64
+from flash_ladder.grid import GRID, SIDE_BRANCH, THIN, UP_TO_64, WRITERS
 
 STAGES = flash.stages("bwd")
 BY_NAME = {s.name: s for s in STAGES}
@@ -457,7 +457,7 @@ def test_header_knows_the_shared_memory(stage, monkeypatch):
 def test_default_tiles_shrink_to_fit(stage):
     """Every d on an H100. Up to stage 3 every d on every GPU since Ampere, too (99 KB a block at least), and
     up to 192 on a T4 (64 KB)."""
-    for d in range(8, 193 if stage.name in IN_ORDER else 257, 8):
+    for d in range(8, 193 if stage.name in WRITERS else 257, 8):
         assert stage.tiles(d, 227 * 1024) == stage.default_tiles(d)
         if stage.number <= 3:
             assert stage.tiles(d, 99 * 1024) and (d > 192 or stage.tiles(d, 64 * 1024))

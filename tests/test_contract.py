@@ -382,7 +382,7 @@ def test_the_default_of_the_forward_pass(monkeypatch, B, H_kv, N, d, masked, exp
 
 
 @pytest.mark.parametrize("d, causal, forward, backward", [
-    (64, False, {"hopper_tuned", "stream_k"}, "next_keys"), (128, True, {"hopper_tuned"}, "hopper_tuned"),
+    (64, False, {"hopper_tuned", "stream_k"}, "idle_warps"), (128, True, {"hopper_tuned"}, "idle_warps"),
     (256, False, {"hopper_tuned", "multicast_tuned"}, "exchanged_tuned")])
 def test_what_is_built_ahead(monkeypatch, d, causal, forward, backward):
     """By flash.compile(): of small calls and of large ones, if these take another stage."""
@@ -394,9 +394,8 @@ def test_what_is_built_ahead(monkeypatch, d, causal, forward, backward):
 
 
 @pytest.mark.parametrize("d, deterministic, needs, expected", [
-    (64, False, (), "next_keys"), (16, False, ("sink", "d_v"), "next_keys"),
-    (64, False, ("dropout",), "hopper_tuned"), (40, False, (), "hopper_tuned"),
-    (128, False, (), "hopper_tuned"),
+    (64, False, (), "idle_warps"), (16, False, ("sink", "d_v"), "idle_warps"),
+    (64, False, ("dropout",), "idle_warps"), (128, False, (), "idle_warps"),
     (136, False, (), "exchanged_tuned"), (256, False, (), "exchanged_tuned"),
     (16, True, ("sink", "d_v"), "semaphores"), (64, True, (), "semaphores"),
     (128, True, ("dropout", "sink", "d_v"), "semaphores"), (192, True, ("dropout",), "semaphores"),
@@ -406,8 +405,8 @@ def test_what_is_built_ahead(monkeypatch, d, causal, forward, backward):
     (256, False, ("d_v",), "hopper_tuned"),
     (64, False, ("varlen",), "ampere_tuned"), (256, False, ("varlen",), "ampere_tuned")])
 def test_the_default_of_the_backward_pass(monkeypatch, d, deterministic, needs, expected):
-    """On Hopper: for d <= 64 dQ is made transposed, for d > 128 two blocks exchange dS, where the call asks
-    for nothing that the stage lacks; and sums have a fixed order, if the call asks for that."""
+    """On Hopper: for d <= 128 idle warps make dQ of its sums, for d > 128 two blocks exchange dS, where the
+    call asks for nothing that the stage lacks; and sums have a fixed order, if the call asks for that."""
     device, sizes = gpu(monkeypatch, (9, 0)), PROMPT | {"d": d}
     found = flash.find_stage(None, torch.bfloat16, device, "bwd", deterministic, d, sizes, needs)
     assert found.name == expected

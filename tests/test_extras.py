@@ -10,6 +10,7 @@ from test_masks import near
 
 import flash
 from flash_ladder import extras
+from flash_ladder.grid import WRITERS
 
 FWD = [s for s in flash.stages("fwd") if "dropout" in s.takes]
 BWD = [s for s in flash.stages("bwd") if "dropout" in s.takes]
@@ -303,6 +304,8 @@ def test_against_float64(stage, case, device, monkeypatch):
     is_end = stage.default or stage.name in ("flash2", "recompute", "hopper_tuned")
     if not is_end and case is not CASES[0]:
         pytest.skip("a stage in the middle of a branch")
+    if stage.name in WRITERS and case[5] > 192:
+        pytest.skip("a tile of dQ does not fit in shared memory")
     forward, backward = (stage.name, None) if stage.direction == "fwd" else (None, stage.name)
     compare(forward, backward, case, type_of(stage), device, held(monkeypatch))
 

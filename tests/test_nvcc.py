@@ -9,7 +9,7 @@ import torch
 
 import flash
 from flash_ladder import loader
-from flash_ladder.grid import IN_ORDER, LARGE, MULTICAST, SIDE_BRANCH, STREAM_K, UP_TO_64
+from flash_ladder.grid import LARGE, MULTICAST, SIDE_BRANCH, STREAM_K, UP_TO_64, WRITERS
 
 try:
     NVCC, WHY_NOT = flash.find_nvcc(), ""
@@ -24,7 +24,8 @@ SPILLS = {("bwd", "recompute", 64), ("fwd", "wide_warps", 64),
           ("bwd", "tma", 256),
           ("bwd", "exchanged_ds", 256), ("bwd", "persistent", 256), ("bwd", "whole_tiles", 256),
           ("bwd", "hopper_tuned", 256),
-          ("bwd", "writer_warp", 64), ("bwd", "semaphores", 64), ("bwd", "semaphores", 128)}
+          ("bwd", "writer_warp", 64), ("bwd", "semaphores", 64), ("bwd", "semaphores", 128),
+          ("bwd", "idle_warps", 64), ("bwd", "idle_warps", 128)}
 ALSO_ON = {("bwd", "recompute", 64): ("sm_75", "sm_80", "sm_90a")}
 NOT_IF_DETERMINISTIC = {("bwd", "ampere_tuned", 128), ("bwd", "ampere_tuned", 256)}
 SHARED_MEMORY = {"sm_75": 64 * 1024, "sm_80": 163 * 1024, "sm_90a": 227 * 1024}     # of a block
@@ -84,7 +85,7 @@ def test_compiles_without_spills(stage, deterministic, architecture, tmp_path):
         cases = [(256, True), (256, False)]
     if stage.name in UP_TO_64:
         cases = [(64, True), (64, False), (48, True)]
-    if stage.name in IN_ORDER:                         # for d <= 192
+    if stage.name in WRITERS:                         # for d <= 192
         cases = [(64, True), (128, False)]
     if stage.name in STREAM_K:                         # calls without a mask take it, and large ones
         cases = [(64, False), (128, False), (128, True), (256, False)]

@@ -15,7 +15,7 @@ import flash
 from flash_ladder import ahead, launch
 from flash_ladder.bench import arguments, chart, marks, modes, steps, timeline
 from flash_ladder.bench.marks import BEGIN, END, POINT, Block, Mark, Source, Span
-from flash_ladder.grid import IN_ORDER, SIDE_BRANCH, UP_TO_64
+from flash_ladder.grid import SIDE_BRANCH, UP_TO_64, WRITERS
 
 BOTH = ("fwd", "bwd")
 STAGES, BACKWARD = ({stage.name: stage for stage in flash.stages(direction) if timeline.has_marks(stage)}
@@ -24,7 +24,8 @@ ALL = [*STAGES.values(), *BACKWARD.values()]
 needs_nvcc = pytest.mark.skipif(NVCC is None, reason=WHY_NOT)
 # Bytes that are spilled for marks: by the producer, which has 24 registers; and where d is not 128
 SPILLED = {"seamless": 8, "early_wait": 8, "hopper_tuned": 16, "stream_k": 32, "persistent": 8,
-           "whole_tiles": 16, "transposed_dq": 8, "next_keys": 12, "writer_warp": 8, "semaphores": 16}
+           "whole_tiles": 16, "transposed_dq": 8, "next_keys": 12, "writer_warp": 8, "semaphores": 16,
+           "idle_warps": 16}
 NOT_IN_FLIGHT = (("fwd", "lazy_rescale"), ("fwd", "cut_diagonal"), ("fwd", "hopper_tuned"),
                  ("fwd", "multicast_tuned"), ("fwd", "stream_k"), ("bwd", "seeded"))
 SPILLED_BACKWARD = {("dq_by_turns", 64): 8, ("whole_group", 64): 4, ("persistent", 64): 12,
@@ -527,7 +528,7 @@ def test_each_backward_stage_in_a_small_shape(name):
     through shared memory, dQ added once, by the warps or by the copy engine, which warps beside the producer
     may ask for that; dK and dV stored. Where blocks take one tile of keys after the other there is one head,
     so that none takes a second one."""
-    one = ("persistent", "whole_tiles", "hopper_tuned", *UP_TO_64, *IN_ORDER)
+    one = ("persistent", "whole_tiles", "hopper_tuned", *UP_TO_64, *WRITERS)
     heads = "1:1" if name in one else "2:1"
     (args,) = arguments.parse_arguments(["--timeline", "--pass", "bwd", "--stages", name, "--seqlens", "256",
                                          "--heads", heads, "--head-dim", "64", "--causal"])
@@ -540,12 +541,15 @@ def test_each_backward_stage_in_a_small_shape(name):
             busy[product] = busy.get(product, 0) + span.end - span.start
     one_head = heads == "1:1" or name == "whole_group"
     tiles = 256 // Br * (1 if one_head else 2)      # all rows, of one head or two
+    both = name == "idle_warps"                     # it draws its first item, too, and has drawn either
+    tiles += both * 128 // Br
     assert busy == dict.fromkeys(("S", "dP", "dV", "dK", "dQ"), tiles * Br * 128 * 64 // (64 * 16 * 16))
-    beside = {"writer_warp": ["warp 9"], "semaphores": ["warp 9", "warp 10"]}.get(name, [])
+    beside = {"writer_warp": ["warp 9"], "semaphores": ["warp 9", "warp 10"],
+              "idle_warps": ["warp 9"]}.get(name, [])
     warpgroups = {span.lane for span in spans if span.row == "work"} - {"producer, warp 8", *beside}
     kinds = {kind: sum(span.end - span.start for span in spans if span.kind == kind)
              for kind in ("shared", "gradients", "store", "sums", "bulk_add")}
-    stored = 2 * 128 * 64 * (4 if name == "whole_group" else 2)     # bytes: there a head's part, in float
+    stored = (1 + both) * 2 * 128 * 64 * (4 if name == "whole_group" else 2)     # bytes; there in float
     assert len(warpgroups) == 2 and kinds["gradients"] + kinds["store"] == stored / steps.COPIED_BYTES
     assert kinds["shared"] == tiles * Br * 128 * 2 / steps.SHARED_BYTES
     by_warps = name in ("tma", "wgmma", "warp_specialized")

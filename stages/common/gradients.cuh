@@ -41,6 +41,17 @@ __device__ __forceinline__ void store8(ELEMENT* matrix, int64_t index, const flo
   reinterpret_cast<uint4*>(matrix)[index / 8] = make_uint4(rounded[0], rounded[1], rounded[2], rounded[3]);
 }
 
+// sum += what four lanes have of a fragment: rows `row` and row + 8 of dQ_accum
+__device__ __forceinline__ void add_two_rows(float (&sum)[2][8], const float* from) {
+  for (int e = 0; e < 8; e += 2) {
+    const float4 x = *reinterpret_cast<const float4*>(from + 2 * e);
+    sum[0][e] += x.x;
+    sum[0][e + 1] += x.y;
+    sum[1][e] += x.z;
+    sum[1][e + 1] += x.w;
+  }
+}
+
 // dQ = scale * dQ_accum, the sum of its copies. Of each fragment a thread has rows `row` and row + 8: the 16
 // numbers of four lanes, which lie in a row. So a warp reads 2048 bytes in a row.
 constexpr int convert_rows = 2 * block_rows;
@@ -56,15 +67,8 @@ __global__ void __launch_bounds__(256) convert_dQ_kernel(BwdParams p, const floa
   start_next_kernel();                      // now: reduce_heads_kernel needs no more than that one's sums
   float sum[2][8] = {};
   for (int copy = 0; copy < dQ_copies; copy++) {
-    const float* from = dQ_accum + ((copy * (int64_t)p.B * p.H + bh) * N + strip) * HEAD_DIM + 16 * col +
-                        16 * in_fragment;
-    for (int e = 0; e < 8; e += 2) {
-      const float4 x = *reinterpret_cast<const float4*>(from + 2 * e);
-      sum[0][e] += x.x;
-      sum[0][e + 1] += x.y;
-      sum[1][e] += x.z;
-      sum[1][e + 1] += x.w;
-    }
+    const float* from = dQ_accum + ((copy * (int64_t)p.B * p.H + bh) * N + strip) * HEAD_DIM + 16 * col;
+    add_two_rows(sum, from + 16 * in_fragment);
   }
   for (int half = 0; half < 2; half++) {
     const int row = first_row + in_fragment + 8 * half;

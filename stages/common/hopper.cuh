@@ -103,6 +103,11 @@ __device__ __forceinline__ void fence_proxy_async() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
 
+// The same of global memory
+__device__ __forceinline__ void fence_proxy_async_global() {
+  asm volatile("fence.proxy.async.global;" ::: "memory");
+}
+
 // -------------------------------------------------------------------------------- warpgroups (sm_90a)
 // A warpgroup is four warps, the first of them of a number that is a multiple of 4.
 

@@ -14,6 +14,7 @@
 // after the other: j is one sum behind j - 1, and stays that. (From the first ones down, causal, tile j would
 // begin at query j, and wait until those before it come there.)
 #pragma once
+#include "clear.cuh"
 #include "staged_sums.cuh"
 
 // How many heads at a time? Without a mask blocks take equally long: as many heads as are at work at once. So
@@ -22,11 +23,6 @@ inline int heads_at_once(int blocks, int tiles) { return ceil_div(blocks, tiles)
 
 // Masked: about sixteen, so that of a head few tiles are at work, and wait for each other.
 inline int heads_side_by_side(int heads) { return ceil_div(heads, ceil_div(heads, 16)); }
-
-__global__ void clear_kernel(int* semaphores, int count) {
-  const int n = blockIdx.x * blockDim.x + threadIdx.x;
-  if (n < count) semaphores[n] = 0;
-}
 
 // step(t, cut) for each tile of Q that sees something of tile j, as for_each_tile(), the last one first
 template <class Tiles, class Step>

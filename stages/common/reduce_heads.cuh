@@ -36,11 +36,12 @@ __global__ void __launch_bounds__(256) reduce_heads_kernel(BwdParams p, const fl
 }
 
 // Launches it, for parts of `heads` heads in each batch element; none if dK and dV have as many
-inline void reduce_heads(BwdParams p, const float* dKV_parts, int heads, cudaStream_t stream) {
+inline void reduce_heads(BwdParams p, const float* dKV_parts, int heads, cudaStream_t stream,
+                         bool early = true) {
   p.H = heads;
   const int blocks = p.B * p.H_kv * ceil_div(all_rows_of_K(p), block_rows);
   if (heads > p.H_kv)
-    cudaLaunchKernelEx(EarlyLaunch(blocks, 256, 0, stream), reduce_heads_kernel, p, dKV_parts);
+    cudaLaunchKernelEx(EarlyLaunch(blocks, 256, 0, stream, early), reduce_heads_kernel, p, dKV_parts);
 }
 
 // Store this warp's 16 rows of an accumulator to a part of `rows` rows: rows from first_row on. The

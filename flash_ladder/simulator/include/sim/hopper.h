@@ -79,6 +79,7 @@ template <int groups_left> inline void bulk_wait() { sim::sim_bulk_wait(groups_l
 template <int groups_left> inline void bulk_wait_read() { sim::sim_bulk_wait(groups_left, true); }
 inline void prefetch_map(const CUtensorMap& map, SIM_SITE) { sim::sim_prefetch_map(&map, file, line); }
 inline void fence_proxy_async() { sim::sim_fence_proxy_async(); }
+inline void fence_proxy_async_global() {}      // nothing to do: a copy's global memory is that of the threads
 
 // -------------------------------------------------------------------------------- products
 #ifdef ELEMENT
