@@ -19,9 +19,10 @@
 // whole tile by one copy (common/staged_sums.cuh). A tile of dQ lies in shared memory as in HBM, so it has
 // to fit there: d is at most 192.
 //
-// Nothing is gained yet (H100, bf16, one run; TFLOP/s, hopper_tuned's first): d=64, N=4096, causal 481 ->
-// 476, full 514 -> 518; d=128 550 -> 548, 600 -> 602. But now something can happen to the sums on their
-// way, and nobody waits for it: semaphores.
+// Little is gained yet (bf16, N=4096, one run; TFLOP/s, hopper_tuned's first): on an H100 d=64 causal 481 ->
+// 476, full 514 -> 518, d=128 550 -> 548, 600 -> 602; on an H200 499 -> 505, 545 -> 551, 589 -> 587, 644 ->
+// 650. But now something can happen to the sums on their way, and nobody waits for it: semaphores. And the
+// producer's other warps may be of use, too: idle_warps.
 //
 // HBM traffic without caches (hbm, above): as in whole_group. A thread spills 8 bytes at d=64.
 //
