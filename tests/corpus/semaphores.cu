@@ -1,4 +1,4 @@
-// Blocks that wait for one another at a semaphore in HBM, to add up in a fixed order.
+// Blocks that wait for one another at a semaphore in HBM: to add up in a fixed order, or what another one cleared.
 #include <cuda_runtime.h>
 
 #include "common/hopper.cuh"
@@ -130,5 +130,55 @@ __global__ void counted_by_a_warp_that_has_not_waited(const float* x, float* out
   } else if (threadIdx.x == 0) {
     while (load_acquire(semaphore) < 2) {}
     out[8] = out[0];
+  }
+}
+
+// Sums begin at 0, which another block has written.
+//! race <<<2, 32>>> (x, out, reinterpret_cast<int*>(count))
+__global__ void added_before_they_are_cleared(const float* x, float* out, int* counter) {
+  __shared__ __align__(16) float row[8];
+  if (blockIdx.x == 0) {
+    work(true);
+    if (threadIdx.x < 8) out[threadIdx.x] = 0.f;
+    __syncwarp();
+    if (threadIdx.x == 0) count_release(counter);
+  } else if (threadIdx.x == 0) {
+    for (int i = 0; i < 8; i++) row[i] = x[i];
+    fence_proxy_async();
+    while (load_acquire(counter) < 1) {}
+    //! buggy:
+    fence_proxy_async_global();
+    bulk_add(out, row, sizeof row);
+    bulk_commit();
+    bulk_wait<0>();
+  }
+}
+
+// Two lanes have cleared a part each; lane 0 counts for both.
+//! race <<<2, 32>>> (x, out, reinterpret_cast<int*>(count))
+__global__ void counted_before_the_warp_has_met(const float* x, float* out, int* counter) {
+  if (blockIdx.x == 0) {
+    if (threadIdx.x < 2) out[threadIdx.x] = 0.f;
+    __syncwarp();
+    //! buggy:
+    if (threadIdx.x == 0) count_release(counter);
+  } else if (threadIdx.x == 0) {
+    while (load_acquire(counter) < 1) {}
+    out[1] += x[1];
+  }
+}
+
+// Three blocks add their parts, the last one waits for all, and converts.
+//! race <<<4, 32>>> (x, out, reinterpret_cast<int*>(count))
+__global__ void converted_before_the_last_part(const float* x, float* out, int* counter) {
+  if (threadIdx.x) return;
+  if (blockIdx.x < 3) {
+    work(blockIdx.x == 2);
+    out[blockIdx.x] = x[blockIdx.x];
+    count_release(counter);
+  } else {
+    while (load_acquire(counter) < 3) {}
+    //! buggy: while (load_acquire(counter) < 2) {}
+    out[3] = out[0] + out[1] + out[2];
   }
 }
