@@ -107,11 +107,15 @@ def compile_flags(debug: bool, checked: bool = False) -> list[str]:
 
 
 def link_flags(checked: bool) -> list[str]:
-    """exit() must not end Python; in a checked build the checker sees calls of memcpy and its like, too."""
+    """exit() must not end Python; in a checked build the checker sees calls of memcpy and its like, too.
+
+    Not to libstdc++, which the run-time library brings along: to read its symbols takes longer than all else.
+    """
     if platform.system() != "Linux":
         return []
     names = ["exit", "_exit", "_Exit", "quick_exit", *["memcpy", "memmove", "memset"] * checked]
-    return [f"-Wl,--wrap={name}" for name in names]
+    libraries = [] if _is_clang(compiler()) else ["-nodefaultlibs", "-lm", "-lc", "-lgcc"]
+    return [*(f"-Wl,--wrap={name}" for name in names), *libraries]
 
 
 def compile_runtime(library: Path) -> None:
