@@ -27,8 +27,13 @@ from flash_ladder.grid import LARGE
 BY_NAME = {s.name: s for s in flash.stages("fwd")}
 STAGES = list(BY_NAME)
 KINDS = [pytest.param(s.name, dtype, id=f"{s.name}-{dtype}".replace("torch.", ""))
-         for s in BY_NAME.values() for dtype in s.dtypes]
+         for s in BY_NAME.values() for dtype in s.dtypes[0 if is_end(s) else -1:]]
 DETERMINISTIC = [s.name for s in flash.stages("fwd") if s.deterministic]
+
+
+def columns_of(stage) -> int:
+    """d where it hardly matters: in the middle of a branch that of most tests, so that no more is built."""
+    return 64 if is_end(BY_NAME[stage]) else 32
 
 
 def random_for(stage, *shape_and_device, **options):
@@ -171,7 +176,7 @@ def test_many_heads(stage, device):
 @pytest.mark.parametrize("stage, dtype", KINDS)
 def test_scale_and_large_scores(stage, dtype, device):
     """Scores of some +-1000: exp of them overflows without the maximum; and a negative and a zero scale."""
-    q, k, v = random_qkv(1, 2, 2, 70, 90, 64, device, dtype)
+    q, k, v = random_qkv(1, 2, 2, 70, 90, columns_of(stage), device, dtype)
     for scale in (30.0, -0.2, 0.0):
         o, lse, diagonal = run(stage, q, k, v, "bottom", scale=scale)
         check(o, lse, q, k, v, diagonal, scale)
@@ -180,7 +185,7 @@ def test_scale_and_large_scores(stage, dtype, device):
 @pytest.mark.parametrize("stage", STAGES)
 def test_growing_maximum(stage, device):
     """Keys sorted by score: the row maximum changes in every tile, so that every rescaling counts."""
-    q, k, v = random_for(stage, 1, 1, 1, 40, 200, 64, device)
+    q, k, v = random_for(stage, 1, 1, 1, 40, 400, columns_of(stage), device)
     q[:] = q[:, :, :1]
     order = (q[:, :, :1] @ k.transpose(-1, -2)).flatten().argsort()
     k = k[:, :, order].contiguous()
@@ -212,9 +217,9 @@ def test_bit_identical_every_run(stage, device, monkeypatch):
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_tile_sizes(stage, device):
-    """Other tiles, the same result."""
+    """Other tiles, the same result; in the middle of a branch the smallest and the largest."""
     q, k, v = random_for(stage, 1, 2, 1, 75, 90, 64, device)
-    for tiles in tile_sizes(BY_NAME[stage], 64):
+    for tiles in tile_sizes(BY_NAME[stage], 64)[::1 if is_end(BY_NAME[stage]) else 2]:
         o, lse, diagonal = run(stage, q, k, v, "bottom", **tiles)
         check(o, lse, q, k, v, diagonal)
 
