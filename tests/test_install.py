@@ -101,8 +101,9 @@ def test_what_is_in_the_wheel(wheel):
 
 
 def test_five_lines_from_an_empty_folder(installed):
-    """Right, with a simulator of its own; what is built goes to the user's cache folder, and an environment
-    variable moves it."""
+    """Right; what is built goes to the user's cache folder, and an environment variable moves it. (That its
+    simulator is built: test_paths_with_spaces_and_quotes in test_loader.py.)"""
+    installed.has_simulator(installed.home / ".cache" / "flash-ladder")
     _, error, version, place, build = installed.run("python", "-c", FIVE_LINES).split()
     assert float(error) < 1e-5 and version == flash.__version__
     assert Path(place).is_relative_to(installed.python.parents[1])
