@@ -561,8 +561,7 @@ def test_launch_returns_an_error_and_launches_nothing(tmp_path):
             assert (flash.attention(x, x, x, stage=stage, return_lse=True)[1] == 7).all()
 
 
-@pytest.mark.parametrize("damage", ["cut short", "empty", "gone"])
-def test_a_damaged_library_is_built_again(damage, tmp_path):
+def test_a_damaged_library_is_built_again(tmp_path):
     """In the next process: this one has mapped it."""
     code = """
         import sys, torch, flash
@@ -578,9 +577,10 @@ def test_a_damaged_library_is_built_again(damage, tmp_path):
     assert first.returncode == 0, first.stderr
     (library,) = folder.glob("fwd_flash2*/fwd_flash2*.so")
     whole = library.read_bytes()
-    library.unlink()
-    if damage != "gone":
-        library.write_bytes(whole[:len(whole) // 2] if damage == "cut short" else b"")
-    again = python(code, FLASH_BUILD_DIR=str(folder))
-    assert again.returncode == 0 and again.stdout == first.stdout, again.stderr
-    assert len(library.read_bytes()) == len(whole)
+    for left in (whole[:len(whole) // 2], b"", None):
+        library.unlink()
+        if left is not None:
+            library.write_bytes(left)
+        again = python(code, FLASH_BUILD_DIR=str(folder))
+        assert again.returncode == 0 and again.stdout == first.stdout, again.stderr
+        assert len(library.read_bytes()) == len(whole)
