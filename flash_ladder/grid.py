@@ -38,20 +38,22 @@ THIN = [GRID[n] for n in (0, 2, 4, 6, 8)]
 SIDE_BRANCH = ("consumer_roles", "exchanged_ds", "half_tiles", "exchanged_tuned",        # of the backward
                "exchanged_semaphores")
 MULTICAST = ("multicast", "multicast_tuned")       # of the forward
-# Of the backward, for d <= 64: with more their products are serialised
+# Of the backward, for d <= 64, as with more their products are serialised: a side branch, too
 UP_TO_64 = ("transposed_dq", "next_keys")
 STREAM_K = ("stream_k",)       # of the forward, where all tiles are equal: it makes its parent no fork
 # Of the backward, for d <= 192, as a tile of dQ has to fit
 WRITERS = ("writer_warp", "semaphores", "idle_warps")
+IN_ORDER = ("semaphores",)     # of these, the one with a fixed order of sums: it makes its parent no fork
 
 
 def is_end(stage) -> bool:
     """Whether a stage is an end of a branch: a root, a fork or a leaf of the ladder, or what calls take.
     One's own file is."""
-    if stage.name in (*SIDE_BRANCH, *MULTICAST):
+    aside = (*SIDE_BRANCH, *MULTICAST, *UP_TO_64)
+    if stage.name in aside:
         return False
     children = [s for s in stages(stage.direction)
-                if s.after == stage.name and s.name not in (*SIDE_BRANCH, *MULTICAST)]
+                if s.after == stage.name and s.name not in (*aside, *IN_ORDER)]
     return not stage.after or len(children) != 1 or bool(stage.default) or not stage.number
 
 

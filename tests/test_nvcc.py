@@ -89,6 +89,9 @@ def test_compiles_without_spills(stage, deterministic, architecture, tmp_path):
         cases = [(64, True), (128, False)]
     if stage.name in STREAM_K:                         # calls without a mask take it, and large ones
         cases = [(64, False), (128, False), (128, True), (256, False)]
+    of_others = stage.path.stem == "bwd_29_hopper_tuned"     # calls with d <= 128 take another stage
+    if of_others:
+        cases = [(128, False), (256, True)]
     if not stage.default and architecture == "sm_90a":
         spilling = [case for case in cases if (stage.direction, stage.name, case[0]) in SPILLS]
         by_turns = cases[::2] if stage.needs == "sm_90a" and len(cases) == 3 else cases
@@ -97,11 +100,11 @@ def test_compiles_without_spills(stage, deterministic, architecture, tmp_path):
         cases = cases[:1]
     able = types_on(architecture, stage)
     spilled: dict[tuple, bool] = {}
-    is_end = bool(stage.default) and stage.name not in (*MULTICAST, *STREAM_K)
+    is_end = bool(stage.default) and not of_others and stage.name not in (*MULTICAST, *STREAM_K)
     cases = [(d, causal, able[0] if d == 256 else able[-1]) for d, causal in cases]
     more = []
     if is_end and architecture == "sm_90a" and stage.name not in SIDE_BRANCH and not deterministic:
-        more = [(64, False, able[0])] + [(128, True, able[0])] * (stage.name not in UP_TO_64)
+        more = [(64, False, able[0])] + [(128, True, able[0])]
     if stage.name in STREAM_K:
         more = [(64, False, able[0])]
     for n, (d, causal, dtype) in enumerate(cases + more):
