@@ -27,7 +27,7 @@ SYNC = re.compile(
     r"(?:cp_async_wait|bulk_wait|bulk_wait_read|wgmma_wait)\s*<(?P<left>[^<>;]*)>|"
     r"mbarrier_(?:init|wait|wait_for_blocks|arrive|arrive_expect|arrive_in_block|arrive_as_reader)|"
     r"cluster_(?:sync|arrive|wait)|"
-    r"fence_mbarrier_init|fence_proxy_async|wgmma_fence|wait_for_previous_kernel|count_release)|"
+    r"fence_mbarrier_init|fence_proxy_async(?:_global)?|wgmma_fence|wait_for_previous_kernel|count_release)|"
     r"(?:\w+\.)?"                            # ring.cuh, turns.cuh
     r"(?:wait_until_(?:full|empty|cleared)|fill|release|pass|wait|end|end_all|skip))"
     r"\s*\((?P<arguments>(?:[^()]|\((?:[^()]|\([^()]*\))*\))*)\)\s*;")    # brackets within brackets, twice

@@ -1,4 +1,4 @@
-// Blocks that wait for one another at counters in HBM: to add up in a fixed order, or to what another one cleared.
+// Blocks that wait for one another at counters in HBM: to add up in a fixed order, or to what is cleared.
 #include <cuda_runtime.h>
 
 #include "common/hopper.cuh"
