@@ -289,10 +289,12 @@ class Call:
 
 
 def calls(stage: Stage, device: str) -> Iterator[Call]:
-    """The grid, each case with the tiles of small and of large calls; and other scales."""
+    """The grid, as far as the stage's tiles fit, each case with those of small and of large calls; and other
+    scales."""
     shared_memory = shared_memory_per_block(torch.device(device))
+    cases = [case for case in GRID if stage.fits(case[5], shared_memory)]
     for wanted in (False, True)[:1 + stage.deterministic_on_request]:
-        for case in GRID:
+        for case in cases:
             sizes = [tuple(stage.tiles(case[5], shared_memory, rows, bool(case[6]), keys=keys).items())
                      for rows, keys in ((1, 1), *LARGE)]
             of_case = functools.partial(Call, stage, case, device, deterministic=wanted)

@@ -192,7 +192,8 @@ def test_check_tries_other_scales(capsys, folder):
     stage = flash.stages("bwd")[-1]
     found = list(command.calls(stage, "cpu"))
     assert {call.scale for call in found} == {None, *command.SCALES}
-    assert {call.case for call in found} == set(grid.GRID)
+    fitting = {case for case in grid.GRID if stage.fits(case[5], 227 * 1024)}
+    assert {call.case for call in found} == fitting < set(grid.GRID), "it takes d up to 192"
     assert {grid.type_for(stage, call.case) for call in found} == set(stage.dtypes)
     assert {call.deterministic for call in found} == {False, stage.deterministic_on_request}
     stage = next(s for s in flash.stages("fwd") if "rows" in s.tile_rules)
