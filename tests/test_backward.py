@@ -378,6 +378,29 @@ def test_a_block_that_has_not_started_owns_nothing(monkeypatch, tmp_path):
         gradients(by_number)
 
 
+@pytest.mark.parametrize("seed", ["1", "2", "3"])
+def test_the_least_that_is_cleared_ahead_is_enough(seed, monkeypatch, tmp_path):
+    """The quarters of the heads that are together, as common/idle_warps.cuh says: then every wait ends. (Not
+    if a block goes on to its next item before all of the last one is counted.)"""
+    common, stage = flash.STAGES / "common" / "idle_warps.cuh", BY_NAME["idle_warps"].path
+    far = "max(together, int(gridDim.x / items.tiles + 1) * items.block_heads)"
+    text = common.read_text()
+    assert text.count(far) == 1
+    text = text.replace(far, "together").replace("#pragma once\n", "").replace('#include "', '#include "common/')
+    without = stage.read_text().replace('#include "common/idle_warps.cuh"\n', "")
+    (tmp_path / "least.cuh").write_text(without.replace("\nconstexpr int d =", f"\n{text}\nconstexpr int d =", 1))
+    monkeypatch.setenv("FLASH_SIM_SEED", seed)
+    monkeypatch.setenv("FLASH_SIM_THREADS", "1")
+    monkeypatch.setenv("FLASH_SIM_SECONDS", "5")
+    q, k, v = (x.requires_grad_() for x in random_qkv(3, 8, 8, 130, 40, 16, "cpu", torch.float16))
+    do, found = torch.randn_like(q), []
+    for backward in (tmp_path / "least.cuh", "hopper_tuned"):
+        o = flash.attention(q, k, v, backward=backward, Br_bwd=64, Bc_bwd=64)
+        found.append(torch.autograd.grad(o, (q, k, v), do))
+    for ours, theirs in zip(*found, strict=True):
+        assert max_error(ours, theirs.double()) < 4e-3 * theirs.abs().max().item()
+
+
 @pytest.mark.parametrize("kernel", ATOMIC, ids=name_of)
 def test_atomics_only_where_the_header_says_so(kernel, monkeypatch, scratch):
     """dQ depends on the order of the blocks, so "deterministic: no" is no idle warning; dK and dV do not.

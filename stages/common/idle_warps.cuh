@@ -6,9 +6,10 @@
 // The producer waits for the quarters before it asks for Q_i. Warps that have nothing else to do clear some,
 // and convert others of which all parts are there.
 //
-// Every wait ends. Blocks draw their items in order, and wait for quarters to be cleared alone. Warps draw
-// quarters in the same order. They clear one, and then wait to convert another that is `ahead` behind: so far
-// that all is cleared, or about to be, that its items need, which are those of the heads that are together.
+// Every wait ends. Blocks draw their items in order, and wait for quarters to be cleared alone; all of an item
+// is counted before they wait for the next one's. Warps draw quarters in the same order. They clear one, and
+// then wait to convert another that is `ahead` behind: so far that all is cleared, or about to be, that its
+// items need, which are those of the heads that are together.
 #pragma once
 #include "clear.cuh"
 #include "drop_signed.cuh"
@@ -87,25 +88,25 @@ __device__ __forceinline__ void clear_and_convert(const BwdParams& p, const Work
 }
 
 // What three warps beside the producer do. The first one adds, as add_sums(), and counts. A tile is in HBM
-// about a microsecond after it has left. So it is counted after the next one has.
+// about a microsecond after it has left. So it is counted after the next one of the item has. The last one is
+// waited for: the next item may need zeros that come only when this tile has been converted.
 template <int buffers, class K_ring>
 __device__ __forceinline__ void add_clear_convert(const StagedSums<buffers>& sums, const BwdParams& p,
                                                   const Workspace& w, const Items& items,
                                                   const K_ring& K_smem, const Handed* handed) {
   if (warp_index() % 4 > 1) return clear_and_convert(p, w, items);
   const int Tr = ceil_div(p.N_q, BLOCK_R);
-  unsigned n = 0;                           // tiles so far,
-  int last = 0;                             // and the last one
+  unsigned n = 0;                           // tiles so far
   for_each_item(p, items, K_smem, handed, [&](const Mask& mask, int j, int bh) {
+    int* counters = counters_of(w) + bh * Tr;
     const auto tiles = mask.query_tiles(j);
     for (int t = tiles.first; t < tiles.end; t++, n++) {
       sums.add(n, bh * Tr + tiles[t]);
       if (threadIdx.x % 32 == 0) bulk_wait<1>();
-      if (threadIdx.x % 32 == 0 && n > 0) count_release(counters_of(w) + last);
-      last = bh * Tr + tiles[t];
+      if (threadIdx.x % 32 == 0 && t > tiles.first) count_release(counters + tiles[t - 1]);
     }
+    if (threadIdx.x % 32 > 0 || tiles.first >= tiles.end) return;
+    bulk_wait<0>();
+    count_release(counters + tiles[tiles.end - 1]);
   });
-  if (threadIdx.x % 32 > 0 || n == 0) return;
-  bulk_wait<0>();
-  count_release(counters_of(w) + last);
 }
