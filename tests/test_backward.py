@@ -386,9 +386,11 @@ def test_the_least_that_is_cleared_ahead_is_enough(seed, monkeypatch, tmp_path):
     far = "max(together, int(gridDim.x / items.tiles + 1) * items.block_heads)"
     text = common.read_text()
     assert text.count(far) == 1
-    text = text.replace(far, "together").replace("#pragma once\n", "").replace('#include "', '#include "common/')
+    text = text.replace(far, "together").replace("#pragma once\n", "")
+    text = text.replace('#include "', '#include "common/')
     without = stage.read_text().replace('#include "common/idle_warps.cuh"\n', "")
-    (tmp_path / "least.cuh").write_text(without.replace("\nconstexpr int d =", f"\n{text}\nconstexpr int d =", 1))
+    begin = "\nconstexpr int d ="
+    (tmp_path / "least.cuh").write_text(without.replace(begin, f"\n{text}{begin}", 1))
     monkeypatch.setenv("FLASH_SIM_SEED", seed)
     monkeypatch.setenv("FLASH_SIM_THREADS", "1")
     monkeypatch.setenv("FLASH_SIM_SECONDS", "5")

@@ -6,10 +6,10 @@
 // The producer waits for the quarters before it asks for Q_i. Warps that have nothing else to do clear some,
 // and convert others of which all parts are there.
 //
-// Every wait ends. Blocks draw their items in order, and wait for quarters to be cleared alone; all of an item
-// is counted before they wait for the next one's. Warps draw quarters in the same order. They clear one, and
-// then wait to convert another that is `ahead` behind: so far that all is cleared, or about to be, that its
-// items need, which are those of the heads that are together.
+// Every wait ends. Blocks draw their items in order, and wait for quarters to be cleared alone; all of an
+// item is counted before they wait for the next one's. Warps draw quarters in the same order. They clear one,
+// and then wait to convert another that is `ahead` behind: so far that all is cleared, or about to be, that
+// its items need, which are those of the heads that are together.
 #pragma once
 #include "clear.cuh"
 #include "drop_signed.cuh"
