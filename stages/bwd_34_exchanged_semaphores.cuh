@@ -281,8 +281,8 @@ cudaError_t launch(const BwdParams& p, cudaStream_t stream) {
   prepare_seeds(w, p.scale);
   float* dKV_parts = w.D + rows_of_Q(p);
   int* semaphores = reinterpret_cast<int*>(dKV_parts + 2 * numbers_of_K(p));
-  const int parts = 2 * p.B * p.H * ceil_div(p.N_q, Br);
-  clear_kernel<<<ceil_div(parts, 256), 256, 0, stream>>>(semaphores, parts);
+  w.ticket = semaphores;                                                 // all 0: nobody draws tickets
+  w.zeros = 2 * p.B * p.H * ceil_div(p.N_q, Br) - 1;
   prepare_kernel<<<ceil_div(rows_of_Q(p), block_rows), 256, 0, stream>>>(p, w, 1);
   const size_t bytes = sizeof(ELEMENT) * (2 * (Bc + Br) * pitch + (Bc + 3 * Br) * columns + 4 * Bc * Br) +
                        sizeof(float) * 4 * Br + 28 * sizeof(uint64_t);

@@ -3,7 +3,7 @@
 // types:   fp16, bf16
 // needs:   sm_90a
 // after:   writer_warp
-// default: sm_90a if d <= 128
+// default: sm_90a if d <= 128 and B * H * N_q >= 1536 * d
 // deterministic: no
 // takes:   dropout, sink, d_v
 // tiles:   Br=128 Bc=128; d > 64: Br=64 Bc=128; d > 128: Br=64 Bc=64
@@ -24,21 +24,24 @@
 // A block draws a ticket for its first item, too. If it had that of its number, idle warps of other blocks
 // could wait for one that has not started, and keep it from starting (two calls at a time, on two streams).
 //
-// Time over next_keys' (d=64) or hopper_tuned's (d=128), one run each (H200, bf16; the first items were still
-// those of a block's number):
+// Time over next_keys' (d=64) or hopper_tuned's (d=128), in one run (H100, bf16, B N = 16384, H d = 2048):
 //
 //       N =            2048     4096    16384
-//      64   full       0.97     0.99     1.01
-//      64   causal     0.95     0.96     0.99
-//     128   full       0.98     0.99     1.01
-//     128   causal     0.96     0.98     1.01
+//      64   full       0.96     1.00     1.00
+//      64   causal     0.93     0.95     0.98
+//     128   full       0.97     0.98     1.01
+//     128   causal     0.95     0.97     1.01
 //
-// Over FlashAttention-3's at d=64: full 0.97 / 1.00 / 1.00, causal 0.94 / 1.00 / 1.04.
+// A small call ends before much is hidden: what is left to convert takes longer than in a kernel of its own.
+// With N=512, B=4 it is 1.04 and 1.09 at d=64 (full, causal), 1.11 and 1.02 at d=128. So `default` leaves
+// those out. Consumers that find no more items help: without them d=128 has 1.15 and 1.12 there.
 //
-// Lost: in the place of 0.96 (d=128, causal, N=2048), tiles counted at the end of an item 1.04 to 1.19; as
-// many heads together as L2 holds without the zeros 0.99. Consumers that count their own sums 1.1 to 1.24:
-// the fence of count_release() waits for HBM. The writer, if it also asks whether its tile is clear, 1.06 to
-// 1.24. Consumers that help to convert in the end: as before.
+// Lost: in the place of 0.95 (d=128, causal, N=2048), tiles counted at the end of an item 1.04 to 1.19; as
+// many heads together as L2 holds without the zeros 0.99; twice as many quarters ahead 0.97, more registers
+// for idle warps to spill (the next ticket early, two strips at a time) 0.96 to 0.98, and 1.1 to 1.3 in small
+// calls. Consumers that count their own sums 1.1 to 1.24: the fence of count_release() waits for HBM. The
+// writer, if it also asks whether its tile is clear, 1.06 to 1.24. Counting itself costs nothing: without it
+// (and wrong) 1.01 of this at d=64.
 //
 // HBM traffic without caches (hbm, above): as in whole_group. Of 24 registers the idle warps spill up to 36
 // bytes a thread.
@@ -110,13 +113,13 @@ __global__ void __launch_bounds__(threads, 1) backward_kernel(
   dO_smem.init(warps);
   __syncthreads();
   start_next_kernel();
+  wait_for_previous_kernel();               // it has set tickets and counters
 
   int n = 0;                                // tiles so far
   if (warp >= warps) {                      // the producer
     setmaxnreg_dec<producer_registers>();
     if (warp > warps) return add_clear_convert(sums, p, w, items, K_smem, handed);
     if (threadIdx.x > 32 * warps) return;
-    wait_for_previous_kernel();             // it has set the tickets
     for (int m = 0, next = next_item(w.ticket);; m++) {                  // line 5
       K_smem.wait_until_empty(m);
       const Handed work = items.nth(p, next);
@@ -139,7 +142,6 @@ __global__ void __launch_bounds__(threads, 1) backward_kernel(
     }
   }
   setmaxnreg_inc<consumer_registers>();     // the consumers
-  wait_for_previous_kernel();
 
   // What wgmma reads: 64 rows of K_j and V_j, and of dS; Q_i and dO_i in buffer 0, both ways; columns of K_j
   const uint32_t K_tile = matrix_at(K_smem.tiles + first_key / 64 * 64 * panel);
@@ -243,6 +245,7 @@ __global__ void __launch_bounds__(threads, 1) backward_kernel(
     if (threadIdx.x % 32 == 0) bulk_wait_read<0>();            // before sums need that again
   }
   if (threadIdx.x % 32 == 0) bulk_wait<0>();
+  clear_and_convert(p, w, items);           // no items are left: consumers help
 }
 
 // Rows of dQ, L and D; numbers in dK and in dV
@@ -275,7 +278,7 @@ cudaError_t launch(const BwdParams& p, cudaStream_t stream) {
   prepare_seeds(w, p.scale, dropout_scale(p));
   float* dKV_parts = w.D + rows_of_Q(p);
   w.ticket = reinterpret_cast<int*>(dKV_parts + 2 * numbers_of_K(p));
-  clear_kernel<<<ceil_div(counters(p), 256), 256, 0, stream>>>(w.ticket, counters(p));
+  w.zeros = counters(p) - 1;
   prepare_kernel<<<ceil_div(rows_of_Q(p), block_rows), 256, 0, stream>>>(p, w, 0);
   const size_t bytes = sizeof(ELEMENT) * (2 * (Bc + 2 * Br) * pitch + 2 * Bc * Br) +
                        sizeof(float) * (Br * pitch * turns + 4 * Br) + 18 * sizeof(uint64_t);

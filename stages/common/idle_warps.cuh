@@ -11,7 +11,6 @@
 // and then wait to convert another that is `ahead` behind: so far that all is cleared, or about to be, that
 // its items need, which are those of the heads that are together.
 #pragma once
-#include "clear.cuh"
 #include "drop_signed.cuh"
 #include "staged_sums.cuh"
 
@@ -53,13 +52,12 @@ __device__ __forceinline__ void convert_strip(const BwdParams& p, const float* s
   }
 }
 
-// A ticket is a quarter to clear, and another one to convert.
+// A ticket is a quarter to clear, and another one to convert. By idle warps, and by consumers in the end.
 __device__ __forceinline__ void clear_and_convert(const BwdParams& p, const Workspace& w,
                                                   const Items& items) {
   const int Tr = ceil_div(p.N_q, BLOCK_R), all = 4 * Tr * p.B * p.H;
   const int together = items.heads_together * items.block_heads;
   const int ahead = 4 * Tr * max(together, int(gridDim.x / items.tiles + 1) * items.block_heads);
-  wait_for_previous_kernel();
   #pragma unroll 1
   for (;;) {
     int n = 0;

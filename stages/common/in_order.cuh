@@ -14,7 +14,6 @@
 // after the other: j is one sum behind j - 1, and stays that. (From the first ones down, causal, tile j would
 // begin at query j, and wait until those before it come there.)
 #pragma once
-#include "clear.cuh"
 #include "staged_sums.cuh"
 
 // How many heads at a time? Without a mask blocks take equally long: as many heads as are at work at once. So
