@@ -350,11 +350,11 @@ def test_bit_identical_under_a_mask(stage, mask, monkeypatch, device):
 
 
 def test_a_block_that_has_not_started_owns_nothing(monkeypatch, tmp_path):
-    """Idle warps wait for tiles that other blocks add to. With 24 blocks, of which eight run at a time, all
+    """Idle warps wait for tiles that other blocks add to. With 96 blocks, of which eight run at a time, all
     comes to an end if blocks draw their first item, too; not if that is the one of their number."""
     monkeypatch.setenv("FLASH_SIM_THREADS", "1")
     monkeypatch.setenv("FLASH_SIM_SECONDS", "5")
-    q, k, v = (x.requires_grad_() for x in random_qkv(2, 2, 2, 70, 384, 64, "cpu", torch.float16))
+    q, k, v = (x.requires_grad_() for x in random_qkv(2, 8, 8, 70, 384, 16, "cpu", torch.float16))
     do = torch.randn_like(q)
 
     def gradients(backward):
@@ -363,7 +363,7 @@ def test_a_block_that_has_not_started_owns_nothing(monkeypatch, tmp_path):
 
     def changed(name, *changes):
         text = BY_NAME["idle_warps"].path.read_text()
-        for old, new in (("EarlyLaunch(items.blocks(), ", "EarlyLaunch(24, "), *changes):
+        for old, new in (("EarlyLaunch(items.blocks(), ", "EarlyLaunch(96, "), *changes):
             assert text.count(old) == 1
             text = text.replace(old, new)
         (tmp_path / name).write_text(text)
@@ -373,7 +373,7 @@ def test_a_block_that_has_not_started_owns_nothing(monkeypatch, tmp_path):
     for ours, theirs in zip(gradients(changed("by_ticket.cuh")), expected, strict=True):
         assert max_error(ours, theirs.double()) < 4e-3 * theirs.abs().max().item()
     by_number = changed("by_number.cuh", ("next = next_item(w.ticket);;", "next = blockIdx.x;;"),
-                        ("  prepare_seeds(", "  w.first_ticket = 24;\n  prepare_seeds("))
+                        ("  prepare_seeds(", "  w.first_ticket = 96;\n  prepare_seeds("))
     with pytest.raises(RuntimeError, match="FLASH_SIM_SECONDS"):
         gradients(by_number)
 
