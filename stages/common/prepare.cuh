@@ -15,7 +15,7 @@ struct Workspace {
   float* L;                // (B, H, N_q), to the base 2; of rows past the end +infinity: their P is 0
   float* D;                // (B, H, N_q)
   float times_L = 1.f, times_D = 1.f;      // factors of what is written there
-  int *ticket = nullptr, first_ticket = 0, zeros = 0;      // of blocks that draw tickets; zeros behind it
+  int *ticket = nullptr, first_ticket = 0, zeros = 0;      // of blocks that draw tickets; so many 0 behind it
 };
 
 __host__ __device__ inline int padded(int N_q) { return ceil_div(N_q, BLOCK_R) * BLOCK_R; }
@@ -23,13 +23,12 @@ __host__ __device__ inline int padded(int N_q) { return ceil_div(N_q, BLOCK_R) *
 // Zeros in dQ_accum; L and D. Line numbers are those of FlashAttention-2's Algorithm 2.
 __global__ void __launch_bounds__(256) prepare_kernel(BwdParams p, Workspace to, int dQ_copies) {
   const int N = padded(p.N_q), blocks = N / block_rows;                  // `blocks` of a head
-  const int bh = blockIdx.x / blocks, b = bh / p.H, h = bh % p.H, n = blockIdx.x * 256 + threadIdx.x;
+  const int bh = blockIdx.x / blocks, b = bh / p.H, h = bh % p.H;
   int row = blockIdx.x % blocks * block_rows + threadIdx.x / row_threads;
   const int col = threadIdx.x % row_threads * 8;
   const int64_t padded_row = (int64_t)bh * N + row, all_rows = (int64_t)p.B * p.H * N;
   enter_sequence_of_row(p, row);
   start_next_kernel();
-  if (to.ticket && n <= to.zeros) to.ticket[n] = n ? 0 : to.first_ticket;
 
   float sum = 0.f;
   if (row < p.N_q && col < d_v) {
@@ -45,6 +44,7 @@ __global__ void __launch_bounds__(256) prepare_kernel(BwdParams p, Workspace to,
     for (int e = 0; e < 2; e++)
       reinterpret_cast<float4*>(to.dQ_accum + (copy * all_rows + padded_row) * HEAD_DIM + col)[e] = float4{};
   if (col > 0) return;
+  if (to.ticket && padded_row <= to.zeros) to.ticket[padded_row] = padded_row ? 0 : to.first_ticket;
   const bool inside = row < p.N_q;
   const float L_row = inside ? p.L[(int64_t)bh * all_rows_of_L(p) + row] : INFINITY;
   if (p.dL && inside) sum -= p.dL[(int64_t)bh * all_rows_of_L(p) + row];   // P_ij is also that of L_i by S_ij
