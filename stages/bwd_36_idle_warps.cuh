@@ -41,7 +41,9 @@
 // for idle warps to spill (the next ticket early, two strips at a time) 0.96 to 0.98, and 1.1 to 1.3 in small
 // calls. Consumers that count their own sums 1.1 to 1.24: the fence of count_release() waits for HBM. The
 // writer, if it also asks whether its tile is clear, 1.06 to 1.24. Counting itself costs nothing: without it
-// (and wrong) 1.01 of this at d=64.
+// (and wrong) 1.01 of this at d=64. Where an item ends (H200, of this one's time): the next Q asked for
+// before K 1.00 to 1.04; dK and dV by way of dS's buffer, so that no sum has to leave first, 1.00 to 1.02;
+// the next K awaited before they have left 1.00.
 //
 // HBM traffic without caches (hbm, above): as in whole_group. Of 24 registers the idle warps spill up to 36
 // bytes a thread.
@@ -285,7 +287,7 @@ cudaError_t launch(const BwdParams& p, cudaStream_t stream) {
   allow_shared_memory(backward_kernel, bytes);
   Items items(p, heads_of_a_block(p));                                   // line 2
   if (items.heads_together > 1)             // L2 also holds the next heads' zeros
-    items.heads_together = heads_with_sums_in_L2(items.heads, max(2 * parts_of_L2, 3) * p.N_q / 2);
+    items.heads_together = heads_with_sums_in_L2(items.heads, d <= 64 ? p.N_q : 3 * p.N_q / 2);
   cudaLaunchKernelEx(EarlyLaunch(items.blocks(), threads, bytes, stream), backward_kernel, p, w, dKV_parts,
                      items, Q_map, K_map, V_map, dO_map, dK_map, dV_map);
   reduce_heads(with_scale_of_dS(p), dKV_parts, p.H / heads_of_a_block(p), stream, false);

@@ -181,7 +181,7 @@ __global__ void __launch_bounds__(threads, blocks_per_sm) forward_kernel(FwdPara
           if (!DROPOUT) continue;
           const unsigned n = Bc % 128 == 0 ? k : k + j * Bc / 16;        // which 16 of 128 keys?
           if (n % 8 == 0 || k == 0)
-            words[s] = words_of_lane(mask, warp_row + 16 * s, j * Bc + 16 * k, (warp_row / 16 + s) % 2);
+            words[s] = words_of_lane(mask, warp_row + 16 * s, j * Bc + 16 * k, warp_row / 16 + s);
           drop(P_frag[s], words[s], n, mask);
         }
         #pragma unroll

@@ -247,7 +247,7 @@ cudaError_t launch(const FwdParams& p, cudaStream_t stream) {
   allow_shared_memory(forward_kernel, bytes);
   const int tiles = p.B * p.H * ceil_div(p.N_q, BLOCK_R), clusters = min(tiles, multiprocessors() / 2);
   if (clusters < tiles) clear_kernel<<<1, 1, 0, stream>>>(static_cast<int*>(p.workspace));
-  const int heads_together = CAUSAL ? heads_in_L2(p.B * p.H, p.N_k, sizeof(ELEMENT) * d, p.H / p.H_kv) : 1;
+  const int heads_together = Mask::all_keys ? 1 : heads_in_L2(p.B * p.H, p.N_k, 2 * d, p.H / p.H_kv);
   const ClusterLaunch launch(2, 2 * clusters, threads, bytes, stream, clusters < tiles);
   cudaLaunchKernelEx(launch, forward_kernel, p, Q_map, K_map, V_map, O_map, heads_together);
   return cudaGetLastError();

@@ -250,7 +250,7 @@ cudaError_t launch(const FwdParams& p, cudaStream_t stream) {
   allow_shared_memory(forward_kernel, bytes);
   const int tiles = p.B * p.H * ceil_div(p.N_q, Br), blocks = min(tiles, multiprocessors());
   if (blocks < tiles) clear_kernel<<<evenly ? blocks : 1, evenly ? 2 * Br : 1, 0, stream>>>(p.workspace);
-  const int heads_together = CAUSAL ? heads_in_L2(p.B * p.H, p.N_k, sizeof(ELEMENT) * d, p.H / p.H_kv) : 1;
+  const int heads_together = Mask::all_keys ? 1 : heads_in_L2(p.B * p.H, p.N_k, 2 * d, p.H / p.H_kv);
   cudaLaunchKernelEx(EarlyLaunch(blocks, threads, bytes, stream, blocks < tiles), forward_kernel, p, Q_map,
                      K_map, V_map, O_map, heads_together);
   return cudaGetLastError();

@@ -2,11 +2,11 @@
 #pragma once
 #include "mask.cuh"
 
-// The random words of the group of which this lane has a half, in 16 rows and 128 columns: those of its upper
-// or of its lower two rows. `row` is the first row; `col` any of the columns that is a multiple of 16.
-__device__ __forceinline__ uint4 words_of_lane(const Mask& mask, int row, int col, bool lower) {
+// The random words of the group of which this lane has a quarter, in 16 rows and 128 columns: those of its
+// n-th two rows. `row` is the first row; `col` any of the columns that is a multiple of 16.
+__device__ __forceinline__ uint4 words_of_lane(const Mask& mask, int row, int col, unsigned n) {
   const uint4 words = mask.dropout.words(row + threadIdx.x % 32 / 4, col + threadIdx.x % 4 * 2);
-  return Dropout::words_of_rows(words, lower);
+  return Dropout::words_of_rows(words, n);
 }
 
 // Zeros for what is dropped of P, rounded: of the n-th 16 of these columns. (The others' factor, 1 / (1 - p),
@@ -24,12 +24,12 @@ __device__ __forceinline__ void drop(uint32_t (&A)[4], const uint4& words, unsig
 template <int before, int k_steps>
 __device__ __forceinline__ void drop_from(uint32_t (&A)[k_steps][4], const Mask& mask, int row, int col) {
   constexpr bool whole_groups = k_steps % 8 == 0;
-  const bool lower = threadIdx.x / 32 % 2;   // row / 16 % 2, but ptxas schedules that worse
+  const unsigned two_rows = threadIdx.x / 32;       // row / 16, but ptxas schedules that worse
   uint4 words;
   #pragma unroll
   for (int first = -before; first < k_steps; first += 4) {
     const unsigned last_64 = whole_groups ? first / 4 % 2 : (col + 16 * first) / 64 % 2;
-    if (!whole_groups || first % 8 == 0) words = words_of_lane(mask, row, col + 16 * first, lower);
+    if (!whole_groups || first % 8 == 0) words = words_of_lane(mask, row, col + 16 * first, two_rows);
     #pragma unroll
     for (int n = 0; n < 4; n++)
       if (first + n >= 0 && first + n < k_steps) drop(A[first + n], words, 4 * last_64 + n, mask);

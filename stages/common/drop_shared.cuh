@@ -19,7 +19,7 @@ __device__ __forceinline__ void drop(float (&P)[rows][cols], const Mask& mask, i
   for (int r = 0; r < rows; r += 4) {
     #pragma unroll
     for (int c = 0; c < cols; c += 4) {
-      const uint32_t kept = mask.dropout.kept(words, rows > 4 ? r : row / 16 % 2, (col + 8 * c) / 32 % 4);
+      const uint32_t kept = mask.dropout.kept(words, (row + 4 * r) / 16, (col + 8 * c) / 32 % 4);
       #pragma unroll
       for (int k = 0; k < 8; k++) {                    // from the k-th lane: two elements of a square
         const uint32_t bits = __shfl_sync(0xffffffff, kept, 4 * k + lane % 4) >> bit;

@@ -9,14 +9,14 @@
 template <int k_steps, int n_tiles>
 __device__ __forceinline__ void drop_P(uint32_t (&kept_frag)[k_steps][4], uint32_t (&P_frag)[k_steps][4],
                                        const float (&PT)[n_tiles][4], const Mask& mask, int row, int col) {
-  uint4 words;                            // of 32 queries
+  uint4 words;                            // of 64 queries
   #pragma unroll
   for (int k = 0; k < k_steps; k++) {
     uint32_t dropped[4];
     to_A(P_frag[k], PT, k);
-    if (k % 2 == 0) words = words_of_lane_T(mask, row + 16 * k, col);
+    if (k % 4 == 0) words = words_of_lane_T(mask, row + 16 * k, col);
     // (by of_lane_0() it spills 164 bytes at d=64, else 380)
-    find_dropped(dropped, Dropout::words_of_rows(words, k % 2), of_lane_0(col / 16), mask);
+    find_dropped(dropped, Dropout::words_of_rows(words, k), of_lane_0(col / 16), mask);
     #pragma unroll
     for (int e = 0; e < 4; e++) {
       kept_frag[k][e] = P_frag[k][e] & ~dropped[e];

@@ -21,7 +21,7 @@ __device__ __forceinline__ void find_dropped(uint32_t (&dropped)[4], const uint4
   }
 }
 
-// This lane's words, for 128 keys, of which `col`, a multiple of 16, is one, and 32 queries, of which `row`
+// This lane's words, for 128 keys, of which `col`, a multiple of 16, is one, and 64 queries, of which `row`
 // is one
 __device__ __forceinline__ uint4 words_of_lane_T(const Mask& mask, int row, int col) {
   const int lane = threadIdx.x % 32;
@@ -34,13 +34,14 @@ __device__ __forceinline__ uint4 words_of_lane_T(const Mask& mask, int row, int 
 template <int strips, int n_tiles>
 __device__ __forceinline__ void drop_transposed(float (&XT)[strips][n_tiles][4], const Mask& mask, int row,
                                                 int col) {
+  uint4 words;                            // of 64 queries
   #pragma unroll
   for (int n = 0; n < n_tiles; n += 4) {
-    const uint4 words = words_of_lane_T(mask, row + 8 * n, col);
+    if (n % 8 == 0) words = words_of_lane_T(mask, row + 8 * n, col);
     #pragma unroll
     for (int m = 0; m < 2 * strips; m++) {
       uint32_t dropped[4];
-      find_dropped(dropped, Dropout::words_of_rows(words, m % 2), col / 16 + m / 2, mask);
+      find_dropped(dropped, Dropout::words_of_rows(words, row / 16 + n / 2 + m % 2), col / 16 + m / 2, mask);
       #pragma unroll
       for (int e = 0; e < 8; e++) {
         const uint32_t two = dropped[e / 4 * 2 + e / 2 % 2];

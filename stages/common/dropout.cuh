@@ -28,11 +28,12 @@ __host__ __device__ __forceinline__ float dropout_scale(const Params& p) {
   else return p.dropout < 1.f ? 1.f / (1.f - p.dropout) : 65536.f;
 }
 
-// 128 elements are one group: four rows that are 8 apart, and two neighbours of every 8 of 128 columns. So a
-// tile of 32 x 128 has 8 x 4 groups. (A lane of tensor cores has half of a group in the 16 rows of a warp in
-// the forward pass, common/drop.cuh, and an eighth in its 16 columns in the backward pass,
-// common/drop_transposed.cuh.) A group has four random words, and makes 64 of them, each for two neighbours.
-// Its upper two rows have the four as x, y, z, w, the lower two as z, x, w, y. Then
+// 256 elements are one group: eight rows that are 8 apart, and two neighbours of every 8 of 128 columns. So a
+// tile of 64 x 128 has 8 x 4 groups. (A lane of tensor cores has a quarter of a group in the 16 rows of a
+// warp in the forward pass, common/drop.cuh, and an eighth in its 16 columns in the backward pass,
+// common/drop_transposed.cuh.) A group has four random words, and makes 128 of them, each for two neighbours.
+// Its first two rows have the four as x, y, z, w, the next two as z, x, w, y. The last four rows have the
+// same, but y and z of the group times an odd number. Then
 //
 //      columns     0 1       8 9       16 17      24 25      32 33      40 41      48 49      56 57
 //                 s + c x   s + c y   s + c z    s + c w    t + e z    t + e w    t + e x    t + e y
@@ -40,7 +41,7 @@ __host__ __device__ __forceinline__ float dropout_scale(const Params& p) {
 // with s = x + y, t = z + w, and odd numbers c and e: of each one for the first of two rows and one for the
 // second, and others for columns from 64 on. A word made like this is uniform. Two or three together are, if
 // their numbers of x, y, z, w are independent modulo 2. Those of any three words in the same row and half
-// are, and those of any two but for 224 pairs of 2016. These have up to three bits in common, the last ones
+// are, and those of any two but for 960 pairs of 8128. These have up to four bits in common, the last ones
 // of their lower halves, which seldom tell what is dropped from what is kept: they are correlated by less
 // than 1e-6. So a row of O or dQ has the mean and the variance that it would have if all elements were
 // independent, and so has a column's dK and dV. (What three depend on each other: tests/test_extras.py.)
@@ -73,12 +74,15 @@ struct Dropout {
   // this, row and column meet in the third round. What comes before is the same for all groups of a row, or
   // of a column.
   __device__ uint4 words(unsigned row, unsigned col) const {
-    return philox(make_uint4(head, col / 128 * 4 + col % 8 / 2, 0, row / 32 * 8 + row % 8), seed);
+    return philox(make_uint4(head, col / 128 * 4 + col % 8 / 2, 0, row / 64 * 8 + row % 8), seed);
   }
 
-  // As rows have them that are in the upper two or the lower two of the group
-  __device__ static uint4 words_of_rows(const uint4& w, bool lower) {
-    return make_uint4(lower ? w.z : w.x, lower ? w.x : w.y, lower ? w.w : w.z, lower ? w.y : w.w);
+  // As the n-th two rows of the group have them
+  __device__ static uint4 words_of_rows(const uint4& w, unsigned n) {
+    const bool second = n % 2;
+    // (by ?: ptxas would serialise the forward pass's wgmma, C7511)
+    const uint32_t factor = n / 2 % 2 * 0x85EBCA6A + 1, y = factor * w.y, z = factor * w.z;
+    return make_uint4(second ? z : w.x, second ? w.x : y, second ? w.w : z, second ? y : w.w);
   }
 
   // Of these, what the n-th 16 of the columns have: two words of the first row, then two of the second
@@ -102,15 +106,15 @@ struct Dropout {
   }
   __device__ float2 keep_two(int row, int col) const {
     if (!DROPOUT) return make_float2(1.f, 1.f);
-    const uint4 w = words_of_columns(words_of_rows(words(row, col), row / 16 % 2), col / 16);
+    const uint4 w = words_of_columns(words_of_rows(words(row, col), row / 16), col / 16);
     const uint32_t two = dropped(row / 8 % 2 ? col / 8 % 2 ? w.w : w.z : col / 8 % 2 ? w.y : w.x);
     return make_float2(two & 1 ? 0.f : scale, two >> 16 ? 0.f : scale);
   }
 
-  // Of the group of these words, of its upper or lower two rows, and of the n-th 32 of its columns: which of
+  // Of the group of these words, of its two_rows-th two rows, and of the n-th 32 of its columns: which of
   // these sixteen elements are kept? Bit 8 r + c: the one in the r-th row and the c-th column.
-  __device__ uint32_t kept(const uint4& words, bool lower, unsigned n) const {
-    const uint4 of_rows = words_of_rows(words, lower);
+  __device__ uint32_t kept(const uint4& words, unsigned two_rows, unsigned n) const {
+    const uint4 of_rows = words_of_rows(words, two_rows);
     uint32_t bits = 0;
     #pragma unroll
     for (int half = 0; half < 2; half++) {
