@@ -121,7 +121,7 @@ def test_large_head_dimensions(stage, shape, device):
 def test_random_shapes(kernel, device):
     """Shapes that nobody chose."""
     rng = random.Random(KERNELS.index(kernel))
-    for seed in range(12 if kernel in ENDS else 4 if kernel in MOST else 2):
+    for seed in range(8 if kernel in ENDS else 3 if kernel in MOST else 2):
         H_kv = rng.choice([1, 2, 3])
         heads = H_kv * rng.randint(1, 3)
         q, k, v = random_for(kernel, rng.randint(1, 2), heads, H_kv, rng.randint(1, 140),
@@ -163,8 +163,7 @@ def test_many_heads(kernel):
     check_gradients(run(kernel, q, k, v, do), q, k, v, do)
 
 
-@pytest.mark.parametrize("stage", ["whole_group", "persistent", "whole_tiles", "hopper_tuned",
-                                   "transposed_dq", "next_keys"])
+@pytest.mark.parametrize("stage", ["whole_group", "persistent", "hopper_tuned", "idle_warps"])
 @pytest.mark.parametrize("mask", ["bottom", None])
 @pytest.mark.parametrize("H, H_kv, d, B, on_gpu",
                          [(6, 2, 64, 9, 400), (3, 1, 128, 9, 400), (8, 1, 64, 3, 132)])

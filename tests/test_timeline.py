@@ -15,7 +15,7 @@ import flash
 from flash_ladder import ahead, launch
 from flash_ladder.bench import arguments, chart, marks, modes, steps, timeline
 from flash_ladder.bench.marks import BEGIN, END, POINT, Block, Mark, Source, Span
-from flash_ladder.grid import SIDE_BRANCH, UP_TO_64, WRITERS
+from flash_ladder.grid import SIDE_BRANCH, UP_TO_64, WRITERS, is_end
 
 BOTH = ("fwd", "bwd")
 STAGES, BACKWARD = ({stage.name: stage for stage in flash.stages(direction) if timeline.has_marks(stage)}
@@ -46,10 +46,12 @@ def test_every_hopper_stage_leaves_marks():
 
 
 @needs_nvcc
-@pytest.mark.parametrize("stage", ALL, ids=lambda stage: stage.path.stem)
+@pytest.mark.parametrize("stage", [stage for stage in ALL if is_end(stage) or stage.number % 3 == 1],
+                         ids=lambda stage: stage.path.stem)
 def test_compiles_with_marks(stage, tmp_path):
     """Marks everywhere, in six stages not where products are under way: ptxas serialises none, and spills
-    nothing but a few bytes of eight producers. Of one stage a pass the host's code, too."""
+    nothing but a few bytes of producers. Of one stage a pass the host's code, too. Of rungs in the middle one
+    of three."""
     more = {"TIMELINE_FILE": timeline.FILES[stage.direction],
             "TIMELINE_IN_FLIGHT": str(int((stage.direction, stage.name) not in NOT_IN_FLIGHT))}
     output = ("-c", "-Xcompiler", "-fPIC") if stage.name == "tma" else ("-cubin",)
