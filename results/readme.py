@@ -110,7 +110,8 @@ def speed() -> str:
                      f"{ladder[0]['name']} {report.number(ladder[0]['tflops'])} | {end['name']} "
                      f"**{end['tflops']:.0f}** | {', '.join(peers)} |")
     origin = (f"TFLOP/s at N=4096, B=4 (H d = 768 or 1536 in fp32, 2048 in bf16); {data['device']}; measured "
-              f"on {data['date'][:10]} by `python bench.py --rungs`. flash is PyTorch's FlashAttention-2.")
+              f"on {staircase.dates(data, data['rows'])} by `python bench.py --rungs`. flash is PyTorch's "
+              "FlashAttention-2.")
     return "\n".join([*lines, "", origin])
 
 
@@ -172,9 +173,9 @@ def rungs() -> str:
             lines.append(f"| {stage.name} | {stage.after or '-'} | {stage.predicted or '-'} | "
                          f"{' to '.join(ends)} |")
         parts.append("\n".join(lines))
-    origin = (f"{data['device']}; measured on {data['date'][:10]} by `python bench.py --rungs`, by turns. A "
-              "rung's gain is its TFLOP/s over its parent's: the least and the greatest of the shapes in the "
-              "pictures.")
+    origin = (f"{data['device']}; measured on {staircase.dates(data, data['rows'])} by `python bench.py "
+              "--rungs`, by turns. A rung's gain is its TFLOP/s over its parent's: the least and the "
+              "greatest of the shapes in the pictures.")
     return "\n\n".join([*parts, origin])
 
 

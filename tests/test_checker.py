@@ -664,11 +664,12 @@ def test_no_bank_conflicts(stage):
     tiles = [stage.default_tiles(64, 1 << n) for n in rows]
     for tile in [tile for n, tile in enumerate(tiles) if tile not in tiles[:n]]:
         q, k, v = random_qkv(1, 1, 1, 70, 90, 64, "cpu", stage.dtypes[0])
+        causal = is_end(stage)              # the others are built for other tests without a mask
         if stage.direction == "bwd":
-            report = inspected_backward(stage.name, q, k, v, 20, **tile)
+            report = inspected_backward(stage.name, q, k, v, 20 if causal else None, **tile)
         else:
             with flash.inspect() as report:
-                flash.attention(q, k, v, causal=True, stage=stage, **tile)
+                flash.attention(q, k, v, causal=causal, stage=stage, **tile)
         shared = [access for access in report.accesses if access.memory == "shared"]
         assert bool(shared) == (stage.name != "naive") and report.findings == []
         conflicts = {access.array: access.ways for access in shared if access.units > access.ideal}
@@ -753,7 +754,7 @@ SHAPES = [  # B, H, H_kv, N_q, N_k, d, causal, which of tile_sizes() (None: the 
     (1, 1, 1, 1, 1, 128, False, None, 0),
     (1, 1, 1, 33, 65, 256, True, None, -1),
 ]
-SHAPES_IN_BETWEEN = SHAPES[:2]                     # for rungs that are no end of a branch
+SHAPES_IN_BETWEEN = SHAPES[1:2]                    # for rungs that are no end of a branch
 
 
 @pytest.mark.parametrize("stage, shape", [
@@ -779,10 +780,12 @@ def test_no_finding_in_a_correct_backward_stage(monkeypatch, stage, seed, copies
     """With small tiles, gaps and a mask; with middling ones, fewer keys than queries, and the last type."""
     set_schedule(monkeypatch, seed, copies)
     small, middling, _ = tile_sizes(BACKWARD[stage], 32)
-    dtypes = BACKWARD[stage].dtypes
-    assert inspected_backward(stage, *qkv_with_gaps("cpu", dtypes[0]), **small).findings == []
-    q, k, v = random_qkv(1, 2, 1, 70, 50, 32, "cpu", dtypes[-1])
-    assert inspected_backward(stage, q, k, v, **middling).findings == []
+    dtypes, both = BACKWARD[stage].dtypes, is_end(BACKWARD[stage])         # in the middle one or the other
+    if both or BACKWARD[stage].number % 2:
+        assert inspected_backward(stage, *qkv_with_gaps("cpu", dtypes[0]), **small).findings == []
+    if both or BACKWARD[stage].number % 2 == 0:
+        q, k, v = random_qkv(1, 2, 1, 70, 50, 32, "cpu", dtypes[-1])
+        assert inspected_backward(stage, q, k, v, **middling).findings == []
 
 
 @pytest.mark.parametrize("stage", BY_NAME)

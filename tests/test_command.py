@@ -90,9 +90,9 @@ def test_help(capsys):
 
 
 # ------------------------------------------------------------------------------------------ new
-# In the middle of a branch one of three
+# In the middle of a branch one of six
 @pytest.mark.parametrize("direction, after", [(s.direction, s.name) for s in flash.stages()
-                                              if grid.is_end(s) or s.number % 3 == 0])
+                                              if grid.is_end(s) or s.number % 6 == 0])
 def test_new_is_a_copy(capsys, folder, direction, after):
     status, out, err = run(capsys, "new", "mine", "--after", after, *["--bwd"] * (direction == "bwd"))
     assert (status, err) == (0, "") and "check mine.cuh" in out

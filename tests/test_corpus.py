@@ -185,7 +185,7 @@ def test_a_run_that_hangs_is_ended():
 
 
 @pytest.mark.skipif(NVCC is None, reason=WHY_NOT)
-@pytest.mark.parametrize("topic", TOPICS)
+@pytest.mark.parametrize("topic", list(TOPICS)[::2])
 def test_the_programs_compile(topic, tmp_path):
-    """By nvcc, the bugs: their twins differ in a line each."""
+    """By nvcc, the bugs of every other topic: their twins differ in a line each."""
     assert sanitizer.build(TOPICS[topic], "bug", tmp_path, "90a").stat().st_size > 0

@@ -203,7 +203,7 @@ SIZES = 2, 4, 2, 75, 101, 40
 # What the other ends take in the simulator: each mask is a build of the stage
 SOME = ("causal_diagonal", "block_causal", "additive", "relative_bias", "window_and_padding",
         "causal_and_document", "softcap_and_causal_and_alibi")
-ALL_MASKS = ("flash2", "recompute", "ampere_tuned")
+ALL_MASKS = ("fwd flash2", "bwd ampere_tuned")
 # Of these, what a stage that packs heads takes none of, and what it does instead
 BY_HEAD = ("additive", "relative_bias", "softcap_and_causal_and_alibi")
 
@@ -212,7 +212,7 @@ def some_of(stage) -> list[str]:
     """What it takes in the simulator."""
     if stage.refuses:
         return ["softcap", *(name for name in SOME if name not in BY_HEAD)]
-    return NAMES if stage.name in ALL_MASKS else list(SOME)
+    return NAMES if f"{stage.direction} {stage.name}" in ALL_MASKS else list(SOME)
 
 
 @pytest.mark.parametrize("stage, name, device", [

@@ -255,12 +255,18 @@ def draw(data: dict, direction: str, dtype: str, file: Path) -> None:
     plt.close(figure)
 
 
+def dates(data: dict, rows: list[dict]) -> str:
+    """When they were measured: rows that a later run has not measured again have a date of their own."""
+    return " and ".join(sorted({row.get("date", data["date"])[:10] for row in rows}))
+
+
 def heading(data: dict, direction: str, dtype: str) -> str:
     """What a picture shows, and whence."""
     if data["simulated"]:
         what = "counted in the simulator, on a log scale; ×: how many times less than the parent"
     else:
-        what = f"{data['device'].split(',')[0]}, {data['date'][:10]}; ×: TFLOP/s over the parent's"
+        of_type = [row for row in data["rows"] if (row["pass"], row["dtype"]) == (direction, dtype)]
+        what = f"{data['device'].split(',')[0]}, {dates(data, of_type)}; ×: TFLOP/s over the parent's"
     return f"{PASSES[direction].capitalize()}, {dtype}, rung by rung: {what}"
 
 
