@@ -30,7 +30,7 @@ GRID = [
 ]
 
 # Of these, what rungs in the middle of a branch take: see `cases_for`
-THIN = [GRID[n] for n in (0, 2, 4, 6, 8)]
+THIN = [GRID[n] for n in (0, 4, 6, 8)]
 
 
 # Side branches, for d > 128: they make their parent no fork, and take what rungs in the middle take.

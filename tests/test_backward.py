@@ -46,7 +46,7 @@ def name_of(kernel):
 
 def cases_of(kernel) -> list[tuple]:
     """Of those that take least, one for each way in which they share their work out, by d."""
-    cases = GRID if kernel in ENDS else THIN if kernel in MOST else THIN[2:]
+    cases = GRID if kernel in ENDS else THIN if kernel in MOST else THIN[1:]
     return [case for case in cases if BY_NAME[kernel[0]].fits(case[5], 227 * 1024)]
 
 
