@@ -16,7 +16,8 @@
 //          full (H200, bf16, N=4096; make readme)
 //
 // As in semaphores (common/in_order.cuh), with one for either half of dQ's columns. The third warpgroup adds
-// from registers, and a warp beside the producer counts that. d=256 takes 1.05 to 1.15 times as long.
+// from registers, a warp beside the producer counts that. d=256 takes 1.09 to 1.15 times as long (H100; by
+// __threadfence() and atomicAdd(), which empty L1, 1.28 to 1.37); on an H200 1.05 to 1.12.
 // Stays because sums have the same bits in each run: with deterministic=True calls with d > 128 take it.
 // HBM traffic without caches (hbm, above): as in exchanged_tuned. Changed from exchanged_tuned: these.
 #pragma once
@@ -258,7 +259,6 @@ __global__ void __launch_bounds__(threads, 1) backward_kernel(
 }
 
 int64_t rows_of_Q(const BwdParams& p) { return (int64_t)p.B * p.H * padded(p.N_q); }     // and of L and D
-
 int64_t numbers_of_K(const BwdParams& p) { return p.H > p.H_kv ? (int64_t)p.B * p.H * p.N_k * d : 0; }
 
 size_t workspace_bytes(const BwdParams& p) {

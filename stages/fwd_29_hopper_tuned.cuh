@@ -34,7 +34,7 @@
 //     at d=128, 744 for 741 at d=256, 516 for 518 at d=64.)
 //   - The kernel starts while clear_kernel ends (EarlyLaunch). The producer waits for it before it asks for
 //     the second tile.
-//   - With any mask, not causal alone, several heads go together, the last rows first: tiles that see less
+//   - With every mask, no longer causal alone, several heads go together, the last rows first: short tiles
 //     fill the gaps at the end. (Time over that before, H200, bf16, N=16384, H=16, d = 64, 128: prefix 0.88,
 //     0.91; alibi & causal 0.87, 0.88; document 0.95, 0.97; window of 1024 0.98, 1.00, in another run 0.94,
 //     0.98. Padding, where a head's tiles are equal, 1.00, 1.01; N=4096, B=4 1.02, 1.03.)

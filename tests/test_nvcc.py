@@ -44,9 +44,13 @@ def types_on(architecture: str, stage: flash.Stage) -> list[torch.dtype]:
 
 
 def architectures(stage: flash.Stage) -> list[str]:
-    """Those that it is for; of a rung that calls do not take one of them, by turns."""
+    """Those that it is for; of a rung that calls do not take the last one if it spills there, or one of them
+    by turns."""
     able = [architecture for architecture in SHARED_MEMORY if types_on(architecture, stage)]
-    return able if stage.default else [able[stage.number % len(able)]]
+    if stage.default:
+        return able
+    spills = any(case[:2] == (stage.direction, stage.name) for case in SPILLS)
+    return [able[-1 if spills else stage.number % len(able)]]
 
 
 # Deterministic on request for the last one only
