@@ -27,19 +27,19 @@
 //     that share them. Here these heads are packed into one tile: of a key head, row r is query r / G of head
 //     r % G. With one query most rows of a tile are empty all the same. Warps that have none only copy.
 //   - B * H_kv blocks, each of which walks over all keys, are too few for a GPU. So keys are split: the tiles
-//     that a tile of Q sees are cut into `splits` ranges, a block each. A range's O and L go to HBM in float,
-//     and a second kernel merges them:
-//
-//         L = log(sum_s e^L_s),   O = sum_s e^(L_s - L) O_s      (Dao, Haziza, Massa, Sizov,
-//         "Flash-Decoding for long-context inference", 2023)
+//     that a tile of Q sees are cut into `splits` ranges, a block each. O and L of a range go to HBM in
+//     float, and a second kernel merges them:
+//     L = log(sum_s e^L_s), O = sum_s e^(L_s - L) O_s      (Dao, Haziza, Massa, Sizov, "Flash-Decoding for
+//     long-context inference", 2023)
 //
 // So that HBM is never idle, 4.8 TB/s times some 0.8 us have to be under way (Little's law): 30 KB for each
 // of an H200's 132 multiprocessors. A block asks for two tiles of K and V at first, then for the next one
-// before it multiplies: always 32 KB at d = 128. `splits` makes two such blocks for each multiprocessor.
+// before it multiplies: always 32 KB at d = 128. `splits` makes two such blocks for each multiprocessor, and
+// shared_memory_of() leaves no room for a third one that starts early (B=8, d=128, N_k=8192: 69 us, not 72).
 //
-// A merge launched in the usual way costs 4 to 9 us on an H200, time for 20 to 40 MB. So both kernels may
-// start before the one in front of them has ended (common/launch.cuh), and wait. A thread of the merge loads
-// four ranges at a time, neighbours share what is more, and a block has some rows: that costs 1 to 4 us.
+// A merge launched in the usual way costs 4 to 9 us there, time for 20 to 40 MB. So both kernels may start
+// before the one in front of them has ended (common/launch.cuh), and wait. A thread of the merge loads four
+// ranges at a time, neighbours share what is more, and a block has some rows: that costs 1 to 4 us.
 //
 // Tiles: where the heads alone make blocks enough, Bc = 32, as five of them then share a multiprocessor
 // (B=64, H=32, H_kv=8, d=128, N_k=1024: 64.5 us on an H200, with Bc = 64 77). More than 32 packed rows take
@@ -287,9 +287,9 @@ size_t workspace_bytes(const FwdParams& p) {
 }
 
 cudaError_t launch(const FwdParams& p, cudaStream_t stream) {
-  const size_t bytes = sizeof(ELEMENT) * (Br + 2 * buffers * Bc) * pitch + sizeof(float) * 4 * Br;
-  allow_shared_memory(forward_kernel, bytes);
   const int blocks = p.B * p.H_kv * p.splits * ceil_div(p.N_q * p.H / p.H_kv, Br);
+  const size_t bytes = shared_memory_of(blocks, 2 * (Br + 2 * buffers * Bc) * pitch + 4 * 4 * Br);
+  allow_shared_memory(forward_kernel, bytes);
   cudaLaunchKernelEx(EarlyLaunch(blocks, threads, bytes, stream), forward_kernel, p);
   int shares = 1;
   while (4 * shares < p.splits && shares < most_shares) shares *= 2;

@@ -7,12 +7,19 @@ cudaError_t allow_shared_memory(Kernel kernel, size_t bytes) {
   return cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)bytes);
 }
 
-// Of the current device. Introduced by: forward stage 25, persistent.
-inline int multiprocessors() {
-  int device, count;
+// Of the current device. Introduced by: forward stage 18, split_kv.
+inline int of_device(cudaDeviceAttr attribute) {
+  int device, value;
   cudaGetDevice(&device);
-  cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device);
-  return count;
+  cudaDeviceGetAttribute(&value, attribute, device);
+  return value;
+}
+inline int multiprocessors() { return of_device(cudaDevAttrMultiProcessorCount); }
+
+// How much a block asks for, at least `bytes`, so that a multiprocessor has no room for more than its share
+inline size_t shared_memory_of(int blocks, size_t bytes) {
+  const int share = ceil_div(blocks, multiprocessors());
+  return max(bytes, size_t(of_device(cudaDevAttrMaxSharedMemoryPerMultiprocessor) / (share + 1)));
 }
 
 // cudaLaunchKernelEx(EarlyLaunch(blocks, threads, bytes, stream), kernel, arguments) is

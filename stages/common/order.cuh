@@ -20,10 +20,10 @@ __device__ __forceinline__ Work dispatch_order(int tiles, int heads, int heads_t
 }
 
 // How many heads to take together of `heads`: as many whose K and V, of `row_bytes` a key each, fit in 20 MB,
-// but 16 at least, so that there are enough tiles to be shared out; and a multiple of those that share K and
-// V. (L2 has 50 MB on an H100 and an H200, in two halves.) A few more if the last ones would be fewer.
-__host__ __device__ inline int heads_in_L2(int heads, int N_k, int row_bytes, int group) {
-  const int most = max(16, max(1, int(20000000 / (2 * (int64_t)N_k * row_bytes))) * group);
+// but `least` at least, so that there are enough tiles to be shared out; and a multiple of those that share K
+// and V. (L2 has 50 MB on an H100 and an H200, in two halves.) A few more if the last ones would be fewer.
+__host__ __device__ inline int heads_in_L2(int heads, int N_k, int row_bytes, int group, int least = 16) {
+  const int most = max(least, max(1, int(20000000 / (2 * (int64_t)N_k * row_bytes))) * group);
   return ceil_div(heads, max(1, heads / most));
 }
 

@@ -67,9 +67,11 @@ cudaError_t cudaFuncSetAttribute(void (*kernel)(P...), cudaFuncAttribute attribu
 
 // A kernel that starts as many blocks as there are multiprocessors has few of them here: so that each has
 // several rounds of work on small inputs, too.
-enum cudaDeviceAttr { cudaDevAttrMultiProcessorCount = 16 };
+enum cudaDeviceAttr { cudaDevAttrMultiProcessorCount = 16, cudaDevAttrMaxSharedMemoryPerMultiprocessor = 81 };
 inline cudaError_t cudaGetDevice(int* device) { return *device = 0, cudaSuccess; }
-inline cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr, int) { return *value = 3, cudaSuccess; }
+inline cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int) {
+  return *value = attribute == cudaDevAttrMultiProcessorCount ? 3 : 228 << 10, cudaSuccess;
+}
 
 inline cudaError_t cudaFree(void* pointer) { return sim::sim_free(pointer); }      // of nullptr alone
 inline cudaError_t cudaGetLastError() { return sim::sim_take_error(); }
