@@ -92,6 +92,8 @@
 //                                            transposed_dq spares: the next ones come meanwhile
 //   stages/bwd_36_idle_warps.cuh             (after writer_warp) idle warps clear the sums of dQ before they
 //                                            are needed, and convert them as soon as they are there
+//   stages/bwd_37_augmented.cuh              S and dP start from -L and -D by a product with five more
+//                                            columns, not by loads from shared memory
 // The lines at a stage's start, and the two functions that it defines, are those of a forward stage.
 #include <cuda_runtime.h>
 #include <math.h>

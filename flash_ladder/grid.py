@@ -42,7 +42,7 @@ MULTICAST = ("multicast", "multicast_tuned")       # of the forward
 UP_TO_64 = ("transposed_dq", "next_keys")
 STREAM_K = ("stream_k",)       # of the forward, where all tiles are equal: it makes its parent no fork
 # Of the backward, for d <= 192, as a tile of dQ has to fit
-WRITERS = ("writer_warp", "semaphores", "idle_warps")
+WRITERS = ("writer_warp", "semaphores", "idle_warps", "augmented")
 IN_ORDER = ("semaphores",)     # of these, the one with a fixed order of sums: it makes its parent no fork
 
 

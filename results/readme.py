@@ -93,6 +93,7 @@ def speed() -> str:
     data = headers.measured_rungs()
     peers_of = {"fp32": ("PyTorch efficient (3xTF32)",), "bf16": ("PyTorch flash", "PyTorch cuDNN")}
     lines = ["| | d | mask | first rung | what calls take | PyTorch |", "|---|---:|---|---:|---:|---|"]
+    instead: dict[str, str] = {}         # of rungs that are not measured: the parents
     shapes = dict.fromkeys(
         (row["dtype"], row["pass"], row["d"], row["causal"]) for row in data["rows"]
         if row["N"] == 4096 and row["d"] < 256 and (row["causal"] or row["dtype"] != "fp32"))
@@ -102,8 +103,12 @@ def speed() -> str:
         ladder = [row for row in rows.values() if row["kind"] == "stage"]
         sizes = {"B": 4, "H": 2048 // d, "H_kv": 2048 // d, "N_q": 4096, "N_k": 4096, "d": d, "gradients": 0,
                  "masked": int(causal)}       # in 16 bits; in fp32 nothing depends on them
-        taken = [s for s in flash.stages(direction) if s.default and s.is_for(sizes) and s.name in rows]
-        end = rows[max(taken, key=lambda s: (bool(s.calls), s.default)).name]   # as best_stage()
+        stages = {s.name: s for s in flash.stages(direction) if flash.DTYPES[dtype] in s.dtypes}
+        taken = max((s for s in stages.values() if s.default and s.is_for(sizes)),
+                    key=lambda s: (bool(s.calls), s.default))                   # as best_stage()
+        if taken.name not in rows:
+            instead[taken.name] = taken.after
+        end = rows[instead.get(taken.name, taken.name)]
         peers = [f"{name.removeprefix('PyTorch ')} {rows[name]['tflops']:.0f}" for name in peers_of[dtype]
                  if name in rows]
         lines.append(f"| {report.PASSES[direction]}, {dtype} | {d} | {'causal' if causal else 'full'} | "
@@ -112,6 +117,8 @@ def speed() -> str:
     origin = (f"TFLOP/s at N=4096, B=4 (H d = 768 or 1536 in fp32, 2048 in bf16); {data['device']}; measured "
               f"on {staircase.dates(data, data['rows'])} by `python bench.py --rungs`. flash is PyTorch's "
               "FlashAttention-2.")
+    for name, parent in instead.items():
+        origin += f" Calls take {name}, which was not measured there: {parent}, its parent, stands for it."
     return "\n".join([*lines, "", origin])
 
 

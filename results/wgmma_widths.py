@@ -41,9 +41,11 @@ def function(n: int, A_in_registers: bool) -> str:
     A_operands = ", ".join(f'"r"(A[{i}])' for i in range(4)) if A_in_registers else '"l"(A)'
     majors_of = ["B"] if A_in_registers else ["A", "B"]
     template = ", ".join(f"bool {x}_mn_major = false" for x in majors_of)
+    template += ", class T = ELEMENT" * A_in_registers
+    T = "T" if A_in_registers else "ELEMENT"
     major_operands = ", ".join(f'"n"({x}_mn_major)' for x in majors_of)
     A_type = "const uint32_t (&A)[4]" if A_in_registers else "uint64_t A"
-    others = f'{A_operands}, "l"(B), "r"(int(accumulate)), {major_operands}, "C"(PtxType<ELEMENT>::name)'
+    others = f'{A_operands}, "l"(B), "r"(int(accumulate)), {major_operands}, "C"(PtxType<{T}>::name)'
     return (f"template <{template}>\n"
             f"__device__ __forceinline__ void wgmma(float (&D)[{n // 8}][4], {A_type}, uint64_t B,\n"
             f"                                      bool accumulate = true) {{\n"

@@ -3,7 +3,6 @@
 // types:   fp16, bf16
 // needs:   sm_90a
 // after:   writer_warp
-// default: sm_90a if d <= 128 and B * H * N_q >= 1536 * d
 // deterministic: no
 // takes:   dropout, sink, d_v
 // tiles:   Br=128 Bc=128; d > 64: Br=64 Bc=128; d > 128: Br=64 Bc=64

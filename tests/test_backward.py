@@ -163,7 +163,7 @@ def test_many_heads(kernel):
     check_gradients(run(kernel, q, k, v, do), q, k, v, do)
 
 
-@pytest.mark.parametrize("stage", ["whole_group", "persistent", "hopper_tuned", "idle_warps"])
+@pytest.mark.parametrize("stage", ["whole_group", "persistent", "hopper_tuned", "augmented"])
 @pytest.mark.parametrize("mask", ["bottom", None])
 @pytest.mark.parametrize("H, H_kv, d, B, on_gpu",
                          [(6, 2, 64, 9, 400), (3, 1, 128, 9, 400), (8, 1, 64, 3, 132)])
@@ -232,6 +232,17 @@ def test_scale_and_large_scores(kernel, dtype, device):
         gradients = run(kernel, q, k, v, do, 20, scale, dlse)
         check_gradients(gradients, q, k, v, do, 20, scale, dlse)
     assert (gradients[0] == 0).all() and (gradients[1] == 0).all(), "O does not depend on the scores"
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_a_row_of_nan_spoils_no_other_row_of_dq(dtype, device):
+    """In augmented its statistics are multiplied by zeros where other rows' are wanted: so they are finite."""
+    q, k, v = random_qkv(1, 2, 2, 150, 90, 64, device, dtype)
+    do, dlse = random_gradients(q)
+    q[0, 0, 9], do[0, 1, 140] = torch.nan, torch.inf
+    dq = run(("augmented", False), q, k, v, do, None, None, dlse)[0]
+    spoilt = (~dq.isfinite()).any(-1).nonzero().tolist()
+    assert spoilt == [[0, 0, 9], [0, 1, 140]]
 
 
 @most_kernels

@@ -384,8 +384,8 @@ def test_the_default_of_the_forward_pass(monkeypatch, B, H_kv, N, d, masked, exp
 
 
 @pytest.mark.parametrize("d, causal, forward, backward", [
-    (64, False, {"hopper_tuned", "stream_k"}, {"hopper_tuned", "idle_warps"}),
-    (128, True, {"hopper_tuned"}, {"hopper_tuned", "idle_warps"}),
+    (64, False, {"hopper_tuned", "stream_k"}, {"hopper_tuned", "augmented"}),
+    (128, True, {"hopper_tuned"}, {"hopper_tuned", "augmented"}),
     (256, False, {"hopper_tuned", "multicast_tuned"}, {"exchanged_tuned"})])
 def test_what_is_built_ahead(monkeypatch, d, causal, forward, backward):
     """By flash.compile(): of small calls and of large ones, if these take another stage."""
@@ -397,8 +397,8 @@ def test_what_is_built_ahead(monkeypatch, d, causal, forward, backward):
 
 
 @pytest.mark.parametrize("d, deterministic, needs, expected", [
-    (64, False, (), "idle_warps"), (16, False, ("sink", "d_v"), "idle_warps"),
-    (64, False, ("dropout",), "idle_warps"), (128, False, (), "idle_warps"),
+    (64, False, (), "augmented"), (16, False, ("sink", "d_v"), "augmented"),
+    (64, False, ("dropout",), "augmented"), (128, False, (), "augmented"),
     (136, False, (), "exchanged_tuned"), (256, False, (), "exchanged_tuned"),
     (16, True, ("sink", "d_v"), "semaphores"), (64, True, (), "semaphores"),
     (128, True, ("dropout", "sink", "d_v"), "semaphores"), (192, True, ("dropout",), "semaphores"),
@@ -408,19 +408,19 @@ def test_what_is_built_ahead(monkeypatch, d, causal, forward, backward):
     (256, False, ("d_v",), "hopper_tuned"),
     (64, False, ("varlen",), "ampere_tuned"), (256, False, ("varlen",), "ampere_tuned")])
 def test_the_default_of_the_backward_pass(monkeypatch, d, deterministic, needs, expected):
-    """On Hopper, in a large call: for d <= 128 idle warps make dQ of its sums, for d > 128 two blocks share
-    dS, where the call asks for nothing that the stage lacks; and sums have a fixed order, if it asks for
-    that."""
+    """On Hopper, in a large call: for d <= 128 statistics are columns of the products, for d > 128 two blocks
+    share dS, where the call asks for nothing that the stage lacks; and sums have a fixed order, if it asks
+    for that."""
     device, sizes = gpu(monkeypatch, (9, 0)), PROMPT | {"B": 41, "d": d}
     found = flash.find_stage(None, torch.bfloat16, device, "bwd", deterministic, d, sizes, needs)
     assert found.name == expected
 
 
 @pytest.mark.parametrize("B, H, N, d, expected", [
-    (8, 12, 1024, 64, "idle_warps"), (4, 32, 512, 64, "hopper_tuned"), (1, 32, 1024, 64, "hopper_tuned"),
-    (8, 16, 2048, 128, "idle_warps"), (8, 16, 1024, 128, "hopper_tuned"),
+    (8, 12, 1024, 64, "augmented"), (4, 32, 512, 64, "hopper_tuned"), (1, 32, 1024, 64, "hopper_tuned"),
+    (8, 16, 2048, 128, "augmented"), (8, 16, 1024, 128, "hopper_tuned"),
     (1, 8, 1024, 256, "exchanged_tuned")])
-def test_a_small_call_has_no_idle_warps(monkeypatch, B, H, N, d, expected):
+def test_small_calls_have_no_idle_warps(monkeypatch, B, H, N, d, expected):
     """Less is hidden there than is left to convert in the end."""
     sizes = PROMPT | {"B": B, "H": H, "N_q": N, "N_k": N, "d": d, "gradients": 1}
     found = flash.find_stage(None, torch.bfloat16, gpu(monkeypatch, (9, 0)), "bwd", False, d, sizes)

@@ -140,6 +140,12 @@ __device__ __forceinline__ float pinned(float x) {
   return y;
 }
 
+__device__ __forceinline__ uint32_t pinned(uint32_t x) {
+  uint32_t y;
+  asm volatile("mov.b32 %0, %1;" : "=r"(y) : "r"(x));
+  return y;
+}
+
 // Products (wgmma.cuh). What was written to the registers of D and A is there for those that follow
 __device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 

@@ -7,6 +7,7 @@
 #include "pairs.cuh"
 #include "product.cuh"
 #include "reduce_heads.cuh"
+#include "ring_beside.cuh"
 #include "ring_parts.cuh"
 #include "ring_rows.cuh"
 #include "seed.cuh"
@@ -30,6 +31,17 @@ __device__ __forceinline__ void fill(const Ring<buffers, shape...>& ring, const 
   const typename Ring<buffers, shape...>::Unmarked& unmarked = ring;
   ::fill(unmarked, map, step, row, head, batch, floats, from);
   mark(COPY, POINT, line, (ring.bytes + sizeof(float) * rows[0]) / 16);
+}
+
+// Or with something else
+template <int buffers, int... shape>
+__device__ __forceinline__ void fill(const Ring<buffers, shape...>& ring, const CUtensorMap& map,
+                                     unsigned step, int row, int head, int batch, const Beside& beside,
+                                     int line = __builtin_LINE()) {
+  mark(EMPTY, BEGIN, line, step % most_steps | buffers * most_steps);
+  const typename Ring<buffers, shape...>::Unmarked& unmarked = ring;
+  ::fill(unmarked, map, step, row, head, batch, beside);
+  mark(COPY, POINT, line, (ring.bytes + beside.bytes) / 16);
 }
 
 template <int buffers, int... shape>

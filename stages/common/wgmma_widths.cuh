@@ -21,7 +21,7 @@ __device__ __forceinline__ void wgmma(float (&D)[2][4], uint64_t A, uint64_t B,
                "C"(PtxType<ELEMENT>::name));
 }
 
-template <bool B_mn_major = false>
+template <bool B_mn_major = false, class T = ELEMENT>
 __device__ __forceinline__ void wgmma(float (&D)[2][4], const uint32_t (&A)[4], uint64_t B,
                                       bool accumulate = true) {
   asm volatile("{.reg .pred counts;\n\t"
@@ -32,7 +32,7 @@ __device__ __forceinline__ void wgmma(float (&D)[2][4], const uint32_t (&A)[4], 
                : "+f"(D[0][0]), "+f"(D[0][1]), "+f"(D[0][2]), "+f"(D[0][3]), "+f"(D[1][0]), "+f"(D[1][1]),
                "+f"(D[1][2]), "+f"(D[1][3])
                : "r"(A[0]), "r"(A[1]), "r"(A[2]), "r"(A[3]), "l"(B), "r"(int(accumulate)), "n"(B_mn_major),
-               "C"(PtxType<ELEMENT>::name));
+               "C"(PtxType<T>::name));
 }
 
 template <bool A_mn_major = false, bool B_mn_major = false>
@@ -50,7 +50,7 @@ __device__ __forceinline__ void wgmma(float (&D)[4][4], uint64_t A, uint64_t B,
                "C"(PtxType<ELEMENT>::name));
 }
 
-template <bool B_mn_major = false>
+template <bool B_mn_major = false, class T = ELEMENT>
 __device__ __forceinline__ void wgmma(float (&D)[4][4], const uint32_t (&A)[4], uint64_t B,
                                       bool accumulate = true) {
   asm volatile("{.reg .pred counts;\n\t"
@@ -62,7 +62,7 @@ __device__ __forceinline__ void wgmma(float (&D)[4][4], const uint32_t (&A)[4], 
                "+f"(D[1][2]), "+f"(D[1][3]), "+f"(D[2][0]), "+f"(D[2][1]), "+f"(D[2][2]), "+f"(D[2][3]),
                "+f"(D[3][0]), "+f"(D[3][1]), "+f"(D[3][2]), "+f"(D[3][3])
                : "r"(A[0]), "r"(A[1]), "r"(A[2]), "r"(A[3]), "l"(B), "r"(int(accumulate)), "n"(B_mn_major),
-               "C"(PtxType<ELEMENT>::name));
+               "C"(PtxType<T>::name));
 }
 
 template <bool A_mn_major = false, bool B_mn_major = false>
@@ -82,7 +82,7 @@ __device__ __forceinline__ void wgmma(float (&D)[6][4], uint64_t A, uint64_t B,
                "C"(PtxType<ELEMENT>::name));
 }
 
-template <bool B_mn_major = false>
+template <bool B_mn_major = false, class T = ELEMENT>
 __device__ __forceinline__ void wgmma(float (&D)[6][4], const uint32_t (&A)[4], uint64_t B,
                                       bool accumulate = true) {
   asm volatile("{.reg .pred counts;\n\t"
@@ -96,7 +96,7 @@ __device__ __forceinline__ void wgmma(float (&D)[6][4], const uint32_t (&A)[4], 
                "+f"(D[3][0]), "+f"(D[3][1]), "+f"(D[3][2]), "+f"(D[3][3]), "+f"(D[4][0]), "+f"(D[4][1]),
                "+f"(D[4][2]), "+f"(D[4][3]), "+f"(D[5][0]), "+f"(D[5][1]), "+f"(D[5][2]), "+f"(D[5][3])
                : "r"(A[0]), "r"(A[1]), "r"(A[2]), "r"(A[3]), "l"(B), "r"(int(accumulate)), "n"(B_mn_major),
-               "C"(PtxType<ELEMENT>::name));
+               "C"(PtxType<T>::name));
 }
 
 template <bool A_mn_major = false, bool B_mn_major = false>
@@ -118,7 +118,7 @@ __device__ __forceinline__ void wgmma(float (&D)[8][4], uint64_t A, uint64_t B,
                "C"(PtxType<ELEMENT>::name));
 }
 
-template <bool B_mn_major = false>
+template <bool B_mn_major = false, class T = ELEMENT>
 __device__ __forceinline__ void wgmma(float (&D)[8][4], const uint32_t (&A)[4], uint64_t B,
                                       bool accumulate = true) {
   asm volatile("{.reg .pred counts;\n\t"
@@ -134,7 +134,7 @@ __device__ __forceinline__ void wgmma(float (&D)[8][4], const uint32_t (&A)[4], 
                "+f"(D[6][0]), "+f"(D[6][1]), "+f"(D[6][2]), "+f"(D[6][3]), "+f"(D[7][0]), "+f"(D[7][1]),
                "+f"(D[7][2]), "+f"(D[7][3])
                : "r"(A[0]), "r"(A[1]), "r"(A[2]), "r"(A[3]), "l"(B), "r"(int(accumulate)), "n"(B_mn_major),
-               "C"(PtxType<ELEMENT>::name));
+               "C"(PtxType<T>::name));
 }
 
 template <bool A_mn_major = false, bool B_mn_major = false>
@@ -158,7 +158,7 @@ __device__ __forceinline__ void wgmma(float (&D)[10][4], uint64_t A, uint64_t B,
                "C"(PtxType<ELEMENT>::name));
 }
 
-template <bool B_mn_major = false>
+template <bool B_mn_major = false, class T = ELEMENT>
 __device__ __forceinline__ void wgmma(float (&D)[10][4], const uint32_t (&A)[4], uint64_t B,
                                       bool accumulate = true) {
   asm volatile("{.reg .pred counts;\n\t"
@@ -176,7 +176,7 @@ __device__ __forceinline__ void wgmma(float (&D)[10][4], const uint32_t (&A)[4],
                "+f"(D[7][2]), "+f"(D[7][3]), "+f"(D[8][0]), "+f"(D[8][1]), "+f"(D[8][2]), "+f"(D[8][3]),
                "+f"(D[9][0]), "+f"(D[9][1]), "+f"(D[9][2]), "+f"(D[9][3])
                : "r"(A[0]), "r"(A[1]), "r"(A[2]), "r"(A[3]), "l"(B), "r"(int(accumulate)), "n"(B_mn_major),
-               "C"(PtxType<ELEMENT>::name));
+               "C"(PtxType<T>::name));
 }
 
 template <bool A_mn_major = false, bool B_mn_major = false>
@@ -201,7 +201,7 @@ __device__ __forceinline__ void wgmma(float (&D)[12][4], uint64_t A, uint64_t B,
                "C"(PtxType<ELEMENT>::name));
 }
 
-template <bool B_mn_major = false>
+template <bool B_mn_major = false, class T = ELEMENT>
 __device__ __forceinline__ void wgmma(float (&D)[12][4], const uint32_t (&A)[4], uint64_t B,
                                       bool accumulate = true) {
   asm volatile("{.reg .pred counts;\n\t"
@@ -220,7 +220,7 @@ __device__ __forceinline__ void wgmma(float (&D)[12][4], const uint32_t (&A)[4],
                "+f"(D[9][0]), "+f"(D[9][1]), "+f"(D[9][2]), "+f"(D[9][3]), "+f"(D[10][0]), "+f"(D[10][1]),
                "+f"(D[10][2]), "+f"(D[10][3]), "+f"(D[11][0]), "+f"(D[11][1]), "+f"(D[11][2]), "+f"(D[11][3])
                : "r"(A[0]), "r"(A[1]), "r"(A[2]), "r"(A[3]), "l"(B), "r"(int(accumulate)), "n"(B_mn_major),
-               "C"(PtxType<ELEMENT>::name));
+               "C"(PtxType<T>::name));
 }
 
 template <bool A_mn_major = false, bool B_mn_major = false>
@@ -247,7 +247,7 @@ __device__ __forceinline__ void wgmma(float (&D)[14][4], uint64_t A, uint64_t B,
                "C"(PtxType<ELEMENT>::name));
 }
 
-template <bool B_mn_major = false>
+template <bool B_mn_major = false, class T = ELEMENT>
 __device__ __forceinline__ void wgmma(float (&D)[14][4], const uint32_t (&A)[4], uint64_t B,
                                       bool accumulate = true) {
   asm volatile("{.reg .pred counts;\n\t"
@@ -268,7 +268,7 @@ __device__ __forceinline__ void wgmma(float (&D)[14][4], const uint32_t (&A)[4],
                "+f"(D[12][0]), "+f"(D[12][1]), "+f"(D[12][2]), "+f"(D[12][3]), "+f"(D[13][0]), "+f"(D[13][1]),
                "+f"(D[13][2]), "+f"(D[13][3])
                : "r"(A[0]), "r"(A[1]), "r"(A[2]), "r"(A[3]), "l"(B), "r"(int(accumulate)), "n"(B_mn_major),
-               "C"(PtxType<ELEMENT>::name));
+               "C"(PtxType<T>::name));
 }
 
 template <bool A_mn_major = false, bool B_mn_major = false>
@@ -297,7 +297,7 @@ __device__ __forceinline__ void wgmma(float (&D)[16][4], uint64_t A, uint64_t B,
                "C"(PtxType<ELEMENT>::name));
 }
 
-template <bool B_mn_major = false>
+template <bool B_mn_major = false, class T = ELEMENT>
 __device__ __forceinline__ void wgmma(float (&D)[16][4], const uint32_t (&A)[4], uint64_t B,
                                       bool accumulate = true) {
   asm volatile("{.reg .pred counts;\n\t"
@@ -320,7 +320,7 @@ __device__ __forceinline__ void wgmma(float (&D)[16][4], const uint32_t (&A)[4],
                "+f"(D[13][2]), "+f"(D[13][3]), "+f"(D[14][0]), "+f"(D[14][1]), "+f"(D[14][2]), "+f"(D[14][3]),
                "+f"(D[15][0]), "+f"(D[15][1]), "+f"(D[15][2]), "+f"(D[15][3])
                : "r"(A[0]), "r"(A[1]), "r"(A[2]), "r"(A[3]), "l"(B), "r"(int(accumulate)), "n"(B_mn_major),
-               "C"(PtxType<ELEMENT>::name));
+               "C"(PtxType<T>::name));
 }
 
 template <bool A_mn_major = false, bool B_mn_major = false>
@@ -350,7 +350,7 @@ __device__ __forceinline__ void wgmma(float (&D)[18][4], uint64_t A, uint64_t B,
                "C"(PtxType<ELEMENT>::name));
 }
 
-template <bool B_mn_major = false>
+template <bool B_mn_major = false, class T = ELEMENT>
 __device__ __forceinline__ void wgmma(float (&D)[18][4], const uint32_t (&A)[4], uint64_t B,
                                       bool accumulate = true) {
   asm volatile("{.reg .pred counts;\n\t"
@@ -374,7 +374,7 @@ __device__ __forceinline__ void wgmma(float (&D)[18][4], const uint32_t (&A)[4],
                "+f"(D[15][0]), "+f"(D[15][1]), "+f"(D[15][2]), "+f"(D[15][3]), "+f"(D[16][0]), "+f"(D[16][1]),
                "+f"(D[16][2]), "+f"(D[16][3]), "+f"(D[17][0]), "+f"(D[17][1]), "+f"(D[17][2]), "+f"(D[17][3])
                : "r"(A[0]), "r"(A[1]), "r"(A[2]), "r"(A[3]), "l"(B), "r"(int(accumulate)), "n"(B_mn_major),
-               "C"(PtxType<ELEMENT>::name));
+               "C"(PtxType<T>::name));
 }
 
 template <bool A_mn_major = false, bool B_mn_major = false>
@@ -407,7 +407,7 @@ __device__ __forceinline__ void wgmma(float (&D)[20][4], uint64_t A, uint64_t B,
                "C"(PtxType<ELEMENT>::name));
 }
 
-template <bool B_mn_major = false>
+template <bool B_mn_major = false, class T = ELEMENT>
 __device__ __forceinline__ void wgmma(float (&D)[20][4], const uint32_t (&A)[4], uint64_t B,
                                       bool accumulate = true) {
   asm volatile("{.reg .pred counts;\n\t"
@@ -434,7 +434,7 @@ __device__ __forceinline__ void wgmma(float (&D)[20][4], const uint32_t (&A)[4],
                "+f"(D[18][0]), "+f"(D[18][1]), "+f"(D[18][2]), "+f"(D[18][3]), "+f"(D[19][0]), "+f"(D[19][1]),
                "+f"(D[19][2]), "+f"(D[19][3])
                : "r"(A[0]), "r"(A[1]), "r"(A[2]), "r"(A[3]), "l"(B), "r"(int(accumulate)), "n"(B_mn_major),
-               "C"(PtxType<ELEMENT>::name));
+               "C"(PtxType<T>::name));
 }
 
 template <bool A_mn_major = false, bool B_mn_major = false>
@@ -468,7 +468,7 @@ __device__ __forceinline__ void wgmma(float (&D)[22][4], uint64_t A, uint64_t B,
                "C"(PtxType<ELEMENT>::name));
 }
 
-template <bool B_mn_major = false>
+template <bool B_mn_major = false, class T = ELEMENT>
 __device__ __forceinline__ void wgmma(float (&D)[22][4], const uint32_t (&A)[4], uint64_t B,
                                       bool accumulate = true) {
   asm volatile("{.reg .pred counts;\n\t"
@@ -496,7 +496,7 @@ __device__ __forceinline__ void wgmma(float (&D)[22][4], const uint32_t (&A)[4],
                "+f"(D[19][2]), "+f"(D[19][3]), "+f"(D[20][0]), "+f"(D[20][1]), "+f"(D[20][2]), "+f"(D[20][3]),
                "+f"(D[21][0]), "+f"(D[21][1]), "+f"(D[21][2]), "+f"(D[21][3])
                : "r"(A[0]), "r"(A[1]), "r"(A[2]), "r"(A[3]), "l"(B), "r"(int(accumulate)), "n"(B_mn_major),
-               "C"(PtxType<ELEMENT>::name));
+               "C"(PtxType<T>::name));
 }
 
 template <bool A_mn_major = false, bool B_mn_major = false>
@@ -532,7 +532,7 @@ __device__ __forceinline__ void wgmma(float (&D)[24][4], uint64_t A, uint64_t B,
                "C"(PtxType<ELEMENT>::name));
 }
 
-template <bool B_mn_major = false>
+template <bool B_mn_major = false, class T = ELEMENT>
 __device__ __forceinline__ void wgmma(float (&D)[24][4], const uint32_t (&A)[4], uint64_t B,
                                       bool accumulate = true) {
   asm volatile("{.reg .pred counts;\n\t"
@@ -562,7 +562,7 @@ __device__ __forceinline__ void wgmma(float (&D)[24][4], const uint32_t (&A)[4],
                "+f"(D[21][0]), "+f"(D[21][1]), "+f"(D[21][2]), "+f"(D[21][3]), "+f"(D[22][0]), "+f"(D[22][1]),
                "+f"(D[22][2]), "+f"(D[22][3]), "+f"(D[23][0]), "+f"(D[23][1]), "+f"(D[23][2]), "+f"(D[23][3])
                : "r"(A[0]), "r"(A[1]), "r"(A[2]), "r"(A[3]), "l"(B), "r"(int(accumulate)), "n"(B_mn_major),
-               "C"(PtxType<ELEMENT>::name));
+               "C"(PtxType<T>::name));
 }
 
 template <bool A_mn_major = false, bool B_mn_major = false>
@@ -600,7 +600,7 @@ __device__ __forceinline__ void wgmma(float (&D)[26][4], uint64_t A, uint64_t B,
                "C"(PtxType<ELEMENT>::name));
 }
 
-template <bool B_mn_major = false>
+template <bool B_mn_major = false, class T = ELEMENT>
 __device__ __forceinline__ void wgmma(float (&D)[26][4], const uint32_t (&A)[4], uint64_t B,
                                       bool accumulate = true) {
   asm volatile("{.reg .pred counts;\n\t"
@@ -632,7 +632,7 @@ __device__ __forceinline__ void wgmma(float (&D)[26][4], const uint32_t (&A)[4],
                "+f"(D[24][0]), "+f"(D[24][1]), "+f"(D[24][2]), "+f"(D[24][3]), "+f"(D[25][0]), "+f"(D[25][1]),
                "+f"(D[25][2]), "+f"(D[25][3])
                : "r"(A[0]), "r"(A[1]), "r"(A[2]), "r"(A[3]), "l"(B), "r"(int(accumulate)), "n"(B_mn_major),
-               "C"(PtxType<ELEMENT>::name));
+               "C"(PtxType<T>::name));
 }
 
 template <bool A_mn_major = false, bool B_mn_major = false>
@@ -672,7 +672,7 @@ __device__ __forceinline__ void wgmma(float (&D)[28][4], uint64_t A, uint64_t B,
                "C"(PtxType<ELEMENT>::name));
 }
 
-template <bool B_mn_major = false>
+template <bool B_mn_major = false, class T = ELEMENT>
 __device__ __forceinline__ void wgmma(float (&D)[28][4], const uint32_t (&A)[4], uint64_t B,
                                       bool accumulate = true) {
   asm volatile("{.reg .pred counts;\n\t"
@@ -706,7 +706,7 @@ __device__ __forceinline__ void wgmma(float (&D)[28][4], const uint32_t (&A)[4],
                "+f"(D[25][2]), "+f"(D[25][3]), "+f"(D[26][0]), "+f"(D[26][1]), "+f"(D[26][2]), "+f"(D[26][3]),
                "+f"(D[27][0]), "+f"(D[27][1]), "+f"(D[27][2]), "+f"(D[27][3])
                : "r"(A[0]), "r"(A[1]), "r"(A[2]), "r"(A[3]), "l"(B), "r"(int(accumulate)), "n"(B_mn_major),
-               "C"(PtxType<ELEMENT>::name));
+               "C"(PtxType<T>::name));
 }
 
 template <bool A_mn_major = false, bool B_mn_major = false>
@@ -747,7 +747,7 @@ __device__ __forceinline__ void wgmma(float (&D)[30][4], uint64_t A, uint64_t B,
                "C"(PtxType<ELEMENT>::name));
 }
 
-template <bool B_mn_major = false>
+template <bool B_mn_major = false, class T = ELEMENT>
 __device__ __forceinline__ void wgmma(float (&D)[30][4], const uint32_t (&A)[4], uint64_t B,
                                       bool accumulate = true) {
   asm volatile("{.reg .pred counts;\n\t"
@@ -782,7 +782,7 @@ __device__ __forceinline__ void wgmma(float (&D)[30][4], const uint32_t (&A)[4],
                "+f"(D[27][0]), "+f"(D[27][1]), "+f"(D[27][2]), "+f"(D[27][3]), "+f"(D[28][0]), "+f"(D[28][1]),
                "+f"(D[28][2]), "+f"(D[28][3]), "+f"(D[29][0]), "+f"(D[29][1]), "+f"(D[29][2]), "+f"(D[29][3])
                : "r"(A[0]), "r"(A[1]), "r"(A[2]), "r"(A[3]), "l"(B), "r"(int(accumulate)), "n"(B_mn_major),
-               "C"(PtxType<ELEMENT>::name));
+               "C"(PtxType<T>::name));
 }
 
 template <bool A_mn_major = false, bool B_mn_major = false>
@@ -826,7 +826,7 @@ __device__ __forceinline__ void wgmma(float (&D)[32][4], uint64_t A, uint64_t B,
                "C"(PtxType<ELEMENT>::name));
 }
 
-template <bool B_mn_major = false>
+template <bool B_mn_major = false, class T = ELEMENT>
 __device__ __forceinline__ void wgmma(float (&D)[32][4], const uint32_t (&A)[4], uint64_t B,
                                       bool accumulate = true) {
   asm volatile("{.reg .pred counts;\n\t"
@@ -864,7 +864,7 @@ __device__ __forceinline__ void wgmma(float (&D)[32][4], const uint32_t (&A)[4],
                "+f"(D[30][0]), "+f"(D[30][1]), "+f"(D[30][2]), "+f"(D[30][3]), "+f"(D[31][0]), "+f"(D[31][1]),
                "+f"(D[31][2]), "+f"(D[31][3])
                : "r"(A[0]), "r"(A[1]), "r"(A[2]), "r"(A[3]), "l"(B), "r"(int(accumulate)), "n"(B_mn_major),
-               "C"(PtxType<ELEMENT>::name));
+               "C"(PtxType<T>::name));
 }
 
 #endif

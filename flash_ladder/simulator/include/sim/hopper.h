@@ -91,15 +91,16 @@ SIM_ALWAYS_INLINE void wgmma(float (&D)[n_tiles][4], uint64_t A, uint64_t B, boo
                               accumulate};
   sim::sim_wgmma(&shape, &D[0][0], nullptr, A, B, file, line);
 }
-template <bool B_mn_major = false, int n_tiles>
+template <bool B_mn_major = false, class T = ELEMENT, int n_tiles>
 SIM_ALWAYS_INLINE void wgmma(float (&D)[n_tiles][4], const uint32_t (&A)[4], uint64_t B,
                              bool accumulate = true, SIM_SITE) {
   static_assert(n_tiles <= 32, "a wgmma has at most 256 columns");
-  const sim::WgmmaShape shape{sim::MatrixTypeOf<ELEMENT>::type, 8 * n_tiles, false, B_mn_major, accumulate};
+  const sim::WgmmaShape shape{sim::MatrixTypeOf<T>::type, 8 * n_tiles, false, B_mn_major, accumulate};
   sim::sim_wgmma(&shape, &D[0][0], A, 0, B, file, line);
 }
 #endif
 inline float pinned(float x) { return x; }
+inline uint32_t pinned(uint32_t x) { return x; }
 inline void wgmma_fence(SIM_SITE) { sim::sim_wgmma_fence(file, line); }
 inline void wgmma_commit(SIM_SITE) { sim::sim_wgmma_commit(file, line); }
 template <int groups_left> inline void wgmma_wait(SIM_SITE) { sim::sim_wgmma_wait(groups_left, file, line); }
