@@ -18,7 +18,7 @@ inline int multiprocessors() { return of_device(cudaDevAttrMultiProcessorCount);
 
 // How much a block asks for, at least `bytes`, so that a multiprocessor has no room for more than its share
 inline size_t shared_memory_of(int blocks, size_t bytes) {
-  const int share = ceil_div(blocks, multiprocessors());
+  const int share = (blocks - 1) / multiprocessors() + 1;
   return max(bytes, size_t(of_device(cudaDevAttrMaxSharedMemoryPerMultiprocessor) / (share + 1)));
 }
 
