@@ -236,7 +236,7 @@ def test_scale_and_large_scores(kernel, dtype, device):
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 def test_a_row_of_nan_spoils_no_other_row_of_dq(dtype, device):
-    """In augmented its statistics are multiplied by zeros where other rows' are wanted: so they are finite."""
+    """In augmented its statistics are multiplied by 0 where other rows' are wanted: so they are finite."""
     q, k, v = random_qkv(1, 2, 2, 150, 90, 64, device, dtype)
     do, dlse = random_gradients(q)
     q[0, 0, 9], do[0, 1, 140] = torch.nan, torch.inf
