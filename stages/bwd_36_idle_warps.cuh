@@ -34,8 +34,8 @@
 //     128   causal     0.95     0.97     1.01
 //
 // A small call ends before much is hidden: what is left to convert takes longer than in a kernel of its own.
-// With N=512, B=4 it is 1.04 and 1.09 at d=64 (full, causal), 1.11 and 1.02 at d=128. So `default` leaves
-// those out. Consumers that find no more items help: without them d=128 has 1.15 and 1.12 there.
+// With N=512, B=4 it is 1.04 and 1.09 at d=64 (full, causal), 1.11 and 1.02 at d=128. So calls of that
+// size do not take it. Consumers that find no more items help: without them d=128 has 1.15 and 1.12 there.
 //
 // Lost: in the place of 0.95 (d=128, causal, N=2048), tiles counted at the end of an item 1.04 to 1.19; as
 // many heads together as L2 holds without the zeros 0.99; twice as many quarters ahead 0.97, more registers

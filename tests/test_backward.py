@@ -239,10 +239,30 @@ def test_a_row_of_nan_spoils_no_other_row_of_dq(dtype, device):
     """In augmented its statistics are multiplied by 0 where other rows' are wanted: so they are finite."""
     q, k, v = random_qkv(1, 2, 2, 150, 90, 64, device, dtype)
     do, dlse = random_gradients(q)
-    q[0, 0, 9], do[0, 1, 140] = torch.nan, torch.inf
+    q[0, 0, 9], do[0, 1, 140], dlse[0, 1, 70] = torch.nan, torch.inf, torch.nan
     dq = run(("augmented", False), q, k, v, do, None, None, dlse)[0]
     spoilt = (~dq.isfinite()).any(-1).nonzero().tolist()
-    assert spoilt == [[0, 0, 9], [0, 1, 140]]
+    assert spoilt == [[0, 0, 9], [0, 1, 70], [0, 1, 140]]
+
+
+@pytest.mark.parametrize("d", [64, 128])
+def test_three_parts_of_L_are_exact(d, device):
+    """Scores of some +-1000: two parts are wrong by more than rounding, by less than PyTorch is (tried)."""
+    q, k, v = random_qkv(1, 2, 1, 150, 90, d, device, torch.float16)
+    do, dlse = random_gradients(q)
+    found = [run((stage, False), q, k, v, do, 20, 30.0, dlse) for stage in ("augmented", "hopper_tuned")]
+    for ours, theirs in zip(*found, strict=True):
+        assert max_error(ours, theirs.double()) <= 1e-3 * theirs.abs().max().item()
+
+
+@pytest.mark.parametrize("stage", ["seeded", "augmented"])
+def test_scores_that_are_large_before_they_are_scaled(stage, device):
+    """Some 10^6: then L / c is, too, and even the last of its parts is no trifle beside dP."""
+    q, k, v = random_qkv(1, 2, 1, 150, 90, 64, device, torch.bfloat16)
+    q, k = 300 * q, 300 * k
+    do, dlse = random_gradients(q)
+    options = 20, 1e-5, dlse
+    check_gradients(run((stage, False), q, k, v, do, *options), q, k, v, do, *options)
 
 
 @most_kernels

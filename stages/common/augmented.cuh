@@ -32,7 +32,8 @@ __global__ void __launch_bounds__(256) split_kernel(WorkspaceOfParts w, int64_t 
   if (row >= rows) return;
   Part* tile = w.parts + row / BLOCK_R * parts_pitch;
   Part* to = tile + in_tile / 8 * parts_of_8 + in_tile % 8;
-  store_parts_of(to, w.L[row], 0, L_parts);
+  const float L = fminf(fmaxf(w.L[row], -0x1p127f), 0x1p127f);    // finite: other rows multiply it by 0
+  store_parts_of(to, L, 0, L_parts);
   store_parts_of(to, w.D[row], L_parts, all_parts);
   if (parts_of_tile + in_tile < parts_pitch) tile[parts_of_tile + in_tile] = Part(0.f);
 }
@@ -41,7 +42,8 @@ __global__ void __launch_bounds__(256) split_kernel(WorkspaceOfParts w, int64_t 
 // dP less D there; so are both if a mask changes scores. (Not last: memcheck takes what wgmma reads for 4096
 // bytes from a multiple of 1024 on, also without a swizzle.)
 struct Statistics {
-  static constexpr int bytes = 20 * BLOCK_R + 160;            // at most
+  static constexpr int bytes = 20 * BLOCK_R + 160;            // at most: with dropout
+  static_assert(4 * parts_pitch + 8 * DROPOUT * BLOCK_R <= bytes && 16 * BLOCK_R <= bytes, "two tiles'");
   static constexpr int room = (bytes + 18 * 8 + 1023) / 1024 * 1024;
   float *D_smem, *L_smem;
   Part* parts;
@@ -80,7 +82,10 @@ struct Statistics {
       if (threadIdx.x % 4 == i) ones = pack<Part>(one_if(2 * i), one_if(2 * i + 1));
     ones = pinned(ones);
     const uint32_t A[4] = {ones, ones, pinned(0u), pinned(0u)};
-    for_each(acc, [](float& x, int, int) { x = pinned(0.f); });
+    #pragma unroll
+    for (auto& four : acc) {
+      for (float& x : four) x = pinned(0.f);
+    }
     wgmma_fence();
     wgmma<true, Part>(acc, A, uint64_t(2 * parts_of_8 >> 4) << 32 | matrix + n % 2 * (2 * parts_pitch / 16));
   }

@@ -8,10 +8,8 @@
 using Part = __nv_bfloat16;
 constexpr int L_parts = 3, D_parts = DROPOUT ? 0 : 2, all_parts = L_parts + D_parts;
 
-// Parts `first` to end - 1, of 8 rows next to each other: in turn those of a part. None is infinite or NaN:
-// where it does not count it is multiplied by 0.
+// Parts `first` to end - 1, of 8 rows next to each other: in turn those of a part
 __device__ __forceinline__ void store_parts_of(Part* to, float x, int first, int end) {
-  x = fminf(fmaxf(x, -0x1p127f), 0x1p127f);
   #pragma unroll
   for (int n = first; n < end; n++) {
     to[8 * n] = Part(x);
