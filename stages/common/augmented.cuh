@@ -32,8 +32,8 @@ __global__ void __launch_bounds__(256) split_kernel(WorkspaceOfParts w, int64_t 
   if (row >= rows) return;
   Part* tile = w.parts + row / BLOCK_R * parts_pitch;
   Part* to = tile + in_tile / 8 * parts_of_8 + in_tile % 8;
-  const float L = fminf(fmaxf(w.L[row], -0x1p127f), 0x1p127f);    // finite: other rows multiply it by 0
-  store_parts_of(to, L, 0, L_parts);
+  // L's are finite, as other rows multiply them by 0
+  store_parts_of(to, fminf(fmaxf(w.L[row], -0x1p127f), 0x1p127f), 0, L_parts);
   store_parts_of(to, w.D[row], L_parts, all_parts);
   if (parts_of_tile + in_tile < parts_pitch) tile[parts_of_tile + in_tile] = Part(0.f);
 }
@@ -83,9 +83,8 @@ struct Statistics {
     ones = pinned(ones);
     const uint32_t A[4] = {ones, ones, pinned(0u), pinned(0u)};
     #pragma unroll
-    for (auto& four : acc) {
+    for (auto& four : acc)
       for (float& x : four) x = pinned(0.f);
-    }
     wgmma_fence();
     wgmma<true, Part>(acc, A, uint64_t(2 * parts_of_8 >> 4) << 32 | matrix + n % 2 * (2 * parts_pitch / 16));
   }
