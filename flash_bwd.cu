@@ -94,6 +94,10 @@
 //                                            are needed, and convert them as soon as they are there
 //   stages/bwd_37_augmented.cuh              S and dP start from -L and -D by a product with five more
 //                                            columns, not by loads from shared memory
+//   stages/bwd_38_first_stores.cuh           a fixed order needs no zeros: who adds to dQ_i first stores, and
+//                                            who is last lets it be converted
+//   stages/bwd_39_packed.cuh                 (after hopper_tuned) packed sequences: a map with the rows in
+//                                            two dimensions ends where a sequence does
 // The lines at a stage's start, and the two functions that it defines, are those of a forward stage.
 #include <cuda_runtime.h>
 #include <math.h>

@@ -42,14 +42,15 @@ MULTICAST = ("multicast", "multicast_tuned")       # of the forward
 UP_TO_64 = ("transposed_dq", "next_keys")
 STREAM_K = ("stream_k",)       # of the forward, where all tiles are equal: it makes its parent no fork
 # Of the backward, for d <= 192, as a tile of dQ has to fit
-WRITERS = ("writer_warp", "semaphores", "idle_warps", "augmented")
-IN_ORDER = ("semaphores",)     # of these, the one with a fixed order of sums: it makes its parent no fork
+WRITERS = ("writer_warp", "semaphores", "idle_warps", "augmented", "first_stores")
+IN_ORDER = ("semaphores", "first_stores")     # of these, with a fixed order of sums: they make no forks
+PACKED = ("packed",)           # of the backward, for packed sequences: other calls are its parent's
 
 
 def is_end(stage) -> bool:
     """Whether a stage is an end of a branch: a root, a fork or a leaf of the ladder, or what calls take.
     One's own file is."""
-    aside = (*SIDE_BRANCH, *MULTICAST, *UP_TO_64)
+    aside = (*SIDE_BRANCH, *MULTICAST, *UP_TO_64, *PACKED)
     if stage.name in aside:
         return False
     children = [s for s in stages(stage.direction)

@@ -60,7 +60,7 @@ OTHER_RULES = re.compile(r"\bt < cut\b|whole_j|p\.mask\.|\bscores &&|has_gradien
 # Nor has one of these calls dropout, packed sequences, or a mask that changes scores. Of the first files none
 # runs anything.
 NOT_RUN = ("drop.cuh", "drop_shared.cuh", "drop_signed.cuh", "drop_transposed.cuh", "lean_scores.cuh")
-OTHER_CALLS = (*NOT_RUN, "dropout.cuh", "sequences.cuh")
+OTHER_CALLS = (*NOT_RUN, "dropout.cuh", "sequences.cuh", "packed.cuh")
 
 
 @dataclass(frozen=True)

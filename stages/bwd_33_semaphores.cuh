@@ -35,7 +35,8 @@
 // (On an H100; an H200 is within 0.03 of it. Now calls take idle_warps: over its time, on an H200, d=64 is
 // 1.04, 1.02, 1.00 full and 1.28, 1.16, 1.06 causal; d=128 1.14, 1.10, 1.05 causal, by figures of two runs.)
 //
-// Stays because sums have the same bits in each run: with deterministic=True calls with d <= 128 take it.
+// Stays because sums have the same bits in each run. With deterministic=True calls with d <= 128 take
+// first_stores, which has its order from here.
 //
 // Lost: __threadfence() and atomicAdd(), not count_release(): 1.07 to 1.19 at d=128. Consumers that ask the
 // semaphore, and wait for their own sums, 1.6 to 2.4: two ways to L2 and back in each step. Head after

@@ -9,7 +9,7 @@
 // tiles:   Br=128 Bc=128; d > 64: Br=64 Bc=128; d > 128: Br=64 Bc=64
 // limits:  Br in (64, 128); Bc in (64, 128); Br <= Bc
 // shared:  4 * (Bc + (4 if d <= 64 else 3) * Br) * ((d + 63) // 64 * 64) + 4 * Bc * Br +
-//          (20 * Br + 1327) // 1024 * 1024
+//          (20 * Br + 1343) // 1024 * 1024
 // workspace: dQ_accum, L, D, dK_parts, dV_parts, the next tickets, counters
 // hbm:     B * (4 * d * N_k * (H_kv + H // divisor(H // H_kv, B * H * Tc // (6 * multiprocessors)) *
 //          (1 if divisor(H // H_kv, B * H * Tc // (6 * multiprocessors)) * H_kv == H else 5)) +
@@ -161,10 +161,10 @@ __global__ void __launch_bounds__(threads, 1) backward_kernel(
         float S_reg[Br / 8][4], dP_reg[Br / 8][4];
         const auto seen = seen_of<Br / 8>(mask, tiles, t, i * Br, j * Bc + first_key);
         Q_smem.wait_until_full(n);
-        dO_smem.wait_until_full(n);
         if (!Mask::scores) statistics.start<0, L_parts>(S_reg, n);
-        if (!Mask::scores && !DROPOUT) statistics.start<L_parts, all_parts>(dP_reg, n);
         wgmma_QK<width / 16>(S_reg, K_tile, Bc, Q_tile + buffer, !Mask::scores);
+        dO_smem.wait_until_full(n);
+        if (!Mask::scores && !DROPOUT) statistics.start<L_parts, all_parts>(dP_reg, n);
         if (!Mask::scores) wgmma_QK<width / 16>(dP_reg, V_tile, Bc, dO_tile + buffer, !DROPOUT);
         wgmma_wait<!Mask::scores>();        // dP^T goes on, if it has begun
 

@@ -192,12 +192,15 @@ def test_bulk_add(device, schedule):
     assert torch.equal(out.cpu(), 1 + x.sum(0))
 
 
-@pytest.mark.parametrize("last_first", [False, True])
-def test_load_acquire_and_count_release(device, schedule, last_first):
-    """Blocks that wait for their turn at a semaphore: a sum has the bits of a loop in that order."""
+@pytest.mark.parametrize("last_first, first_stores", [(False, False), (True, False), (True, True)])
+def test_load_acquire_and_count_release(device, schedule, last_first, first_stores):
+    """Blocks that wait for their turn at a semaphore: a sum has the bits of a loop in that order. If the
+    first one stores, what was there before does not count."""
     x = torch.randn(20, 48, generator=torch.Generator().manual_seed(0))
-    out, semaphore = torch.zeros(48, device=device), torch.zeros(1, dtype=torch.int32, device=device)
-    assert call("add_in_turn", x.to(device), out, semaphore, 48, 20, last_first, device=device) is None
+    out = torch.full((48,), float("nan") if first_stores else 0.0, device=device)
+    semaphore = torch.zeros(1, dtype=torch.int32, device=device)
+    assert call("add_in_turn", x.to(device), out, semaphore, 48, 20, last_first, first_stores,
+                device=device) is None
 
     def looped(rows):
         total = torch.zeros(48)

@@ -612,7 +612,7 @@ def test_what_synchronises_is_known():
     files = ("ptx.cuh", "hopper.cuh", "cluster.cuh", "ring.cuh", "turns.cuh")
     text = "".join((common / file).read_text() for file in files)
     names = re.findall(r"__device__ (?:__forceinline__ )?void (\w+)\(", text)
-    others = re.compile(r"setmaxnreg|ldmatrix|stmatrix|mma_|cp_async_16|tma_|bulk_add|bulk_load|"
+    others = re.compile(r"setmaxnreg|ldmatrix|stmatrix|mma_|cp_async_16|tma_|bulk_add|bulk_store|bulk_load|"
                         r"bulk_send|prefetch_map|start_next_kernel|init$")
     for name in names:
         if not others.match(name) or name == "mbarrier_init":

@@ -15,7 +15,7 @@ import flash
 from flash_ladder import ahead, launch
 from flash_ladder.bench import arguments, chart, marks, modes, steps, timeline
 from flash_ladder.bench.marks import BEGIN, END, POINT, Block, Mark, Source, Span
-from flash_ladder.grid import SIDE_BRANCH, UP_TO_64, WRITERS, is_end
+from flash_ladder.grid import PACKED, SIDE_BRANCH, UP_TO_64, WRITERS, is_end
 
 BOTH = ("fwd", "bwd")
 STAGES, BACKWARD = ({stage.name: stage for stage in flash.stages(direction) if timeline.has_marks(stage)}
@@ -25,7 +25,7 @@ needs_nvcc = pytest.mark.skipif(NVCC is None, reason=WHY_NOT)
 # Bytes that are spilled for marks: by the producer, which has 24 registers; and where d is not 128
 SPILLED = {"seamless": 8, "early_wait": 8, "hopper_tuned": 16, "stream_k": 32, "persistent": 8,
            "whole_tiles": 16, "transposed_dq": 8, "next_keys": 12, "writer_warp": 8, "semaphores": 16,
-           "idle_warps": 16, "augmented": 16}
+           "idle_warps": 16, "augmented": 16, "first_stores": 16}
 NOT_IN_FLIGHT = (("fwd", "lazy_rescale"), ("fwd", "cut_diagonal"), ("fwd", "hopper_tuned"),
                  ("fwd", "multicast_tuned"), ("fwd", "stream_k"), ("bwd", "seeded"))
 SPILLED_BACKWARD = {("dq_by_turns", 64): 8, ("whole_group", 64): 4, ("persistent", 64): 12,
@@ -531,9 +531,9 @@ def test_each_backward_stage_in_a_small_shape(name, monkeypatch):
     may ask for that; dK and dV stored. Where blocks take one tile of keys after the other there is one head,
     so that none takes a second one."""
     monkeypatch.setenv("FLASH_SIM_THREADS", "1")    # else it is open which block draws which tile of keys
-    one = ("persistent", "whole_tiles", "hopper_tuned", *UP_TO_64, *WRITERS)
+    one = ("persistent", "whole_tiles", "hopper_tuned", *UP_TO_64, *WRITERS, *PACKED)
     heads = "1:1" if name in one else "2:1"
-    d = 128 if name == "augmented" else 64          # with 64 it has no room for marks
+    d = 128 if name in ("augmented", "first_stores") else 64           # with 64 they have no room for marks
     (args,) = arguments.parse_arguments(["--timeline", "--pass", "bwd", "--stages", name, "--seqlens", "256",
                                          "--heads", heads, "--head-dim", str(d), "--causal"])
     data = timeline.simulated(BACKWARD[name], 256, args)
@@ -545,11 +545,13 @@ def test_each_backward_stage_in_a_small_shape(name, monkeypatch):
             busy[product] = busy.get(product, 0) + span.end - span.start
     one_head = heads == "1:1" or name == "whole_group"
     tiles = 256 // Br * (1 if one_head else 2)      # all rows, of one head or two
-    both = name in ("idle_warps", "augmented")      # they draw their first item, too: one block draws both
+    # They draw their first item, too: one block draws both
+    both = name in ("idle_warps", "augmented", "first_stores")
     tiles += both * 128 // Br
     assert busy == dict.fromkeys(("S", "dP", "dV", "dK", "dQ"), tiles * Br * 128 * d // (64 * 16 * 16))
     beside = {"writer_warp": ["warp 9"], "semaphores": ["warp 9", "warp 10"],
-              "idle_warps": ["warp 9"], "augmented": ["warp 9"]}.get(name, [])
+              "idle_warps": ["warp 9"], "augmented": ["warp 9"],
+              "first_stores": ["warp 9", "warp 10"]}.get(name, [])
     warpgroups = {span.lane for span in spans if span.row == "work"} - {"producer, warp 8", *beside}
     kinds = {kind: sum(span.end - span.start for span in spans if span.kind == kind)
              for kind in ("shared", "gradients", "store", "sums", "bulk_add")}

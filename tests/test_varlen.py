@@ -116,6 +116,52 @@ def test_more_sequences_than_a_warp_sees_in_two_looks(device):
     assert (o[:, 0].double() - right).abs().max() < 0.02
 
 
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("H, H_kv, d, causal", [(4, 2, 64, True), (1, 1, 136, False)])
+def test_boxes_end_with_their_sequences(H, H_kv, d, causal, device):
+    """Hopper's backward stage: near float64; and a sequence of infinities leaves the others as they were,
+    whose last tiles go on in its rows, and into which its own go on."""
+    x = Packed(MIXED, H, H_kv, d, device)
+    options = {"causal": causal, "backward": "packed"}
+    with poisoned():
+        found = x.call(**options)[2:]
+    others = []
+    for n, (rows, keys) in enumerate(x.each()):
+        mine = [g[at] for g, at in zip(found, (rows, keys, keys))]
+        if 0 in MIXED[n]:
+            assert not any(g.any() for g in mine)
+            continue
+        others += [mine] if n != 4 else []
+        q, k, v, do, dlse = x.alone(rows, keys)
+        check_gradients([unpacked(g) for g in mine], q, k, v, do, k.shape[2] - q.shape[2] if causal else None,
+                        None, dlse)
+    rows, keys = list(x.each())[4]
+    for leaf, at in zip(x.leaves, (rows, keys, keys)):
+        leaf.data[at] = torch.inf
+    x.do[rows] = torch.inf
+    found = x.call(**options)[2:]
+    again = [[g[at] for g, at in zip(found, (rows, keys, keys))]
+             for n, (rows, keys) in enumerate(x.each()) if n != 4 and 0 not in MIXED[n]]
+    for mine, before in zip(again, others, strict=True):
+        for g, was in zip(mine, before):
+            torch.testing.assert_close(g, was, rtol=2e-2, atol=2e-2)
+
+
+def test_hopper_with_dropout_a_sink_and_d_v(monkeypatch):
+    """The same elements are dropped as by the stage that needs no Hopper."""
+    held(monkeypatch)
+    x = Packed([(40, 40), (30, 150), (130, 60)], 2, 1, 64, "cpu", d_v=32)
+    sink = torch.tensor([0.5, -1.0], requires_grad=True)
+    found = []
+    for stage in ("ampere_tuned", "packed"):
+        o = flash.attention_varlen(*x.leaves, *x.starts, dropout_p=0.3, sink=sink, backward=stage)
+        found.append(torch.autograd.grad(o, [*x.leaves, sink], x.do))
+    for mine, theirs in zip(*found):
+        torch.testing.assert_close(mine, theirs, rtol=2e-2, atol=2e-2)
+    with pytest.raises(ValueError, match="'packed' is not deterministic"):
+        flash.attention_varlen(*x.leaves, *x.starts, backward="packed", deterministic=True)
+
+
 def test_a_document_mask_is_the_same():
     x = Packed([(50, 50), (1, 1), (77, 77)], 2, 1, 32, "cpu")
     o, lse, *gradients = x.call(causal=True)

@@ -71,10 +71,10 @@ class Case:
         ids = torch.arange(len(self.lengths), dtype=torch.int32)
         self.ids = ids.repeat_interleave(torch.tensor(self.lengths)).to(self.device)
 
-    def stages(self) -> dict[str, Any]:
+    def stages(self, deterministic: bool = False) -> dict[str, Any]:
         """Those that a call with packed sequences takes, as arguments of attention()."""
-        return {argument: flash.find_stage(None, self.dtype, torch.device(self.device), direction, d=self.d,
-                                           needs=("varlen",))
+        return {argument: flash.find_stage(None, self.dtype, torch.device(self.device), direction,
+                                           deterministic, self.d, needs=("varlen",))
                 for argument, direction in (("stage", "fwd"), ("backward", "bwd"))}
 
     def flops(self, direction: str, name: str) -> int:

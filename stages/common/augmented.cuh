@@ -27,11 +27,9 @@ struct WorkspaceOfParts : Workspace {
 __global__ void __launch_bounds__(256) split_kernel(WorkspaceOfParts w, int64_t rows) {
   start_next_kernel();
   wait_for_previous_kernel();
-  const int64_t row = (int64_t)blockIdx.x * 256 + threadIdx.x;
-  const int in_tile = row % BLOCK_R;
+  const int64_t row = (int64_t)blockIdx.x * 256 + threadIdx.x, in_tile = row % BLOCK_R;
   if (row >= rows) return;
-  Part* tile = w.parts + row / BLOCK_R * parts_pitch;
-  Part* to = tile + in_tile / 8 * parts_of_8 + in_tile % 8;
+  Part *tile = w.parts + row / BLOCK_R * parts_pitch, *to = tile + in_tile / 8 * parts_of_8 + in_tile % 8;
   // L's are finite, as other rows multiply them by 0
   store_parts_of(to, fminf(fmaxf(w.L[row], -0x1p127f), 0x1p127f), 0, L_parts);
   store_parts_of(to, w.D[row], L_parts, all_parts);
@@ -44,7 +42,7 @@ __global__ void __launch_bounds__(256) split_kernel(WorkspaceOfParts w, int64_t 
 struct Statistics {
   static constexpr int bytes = 20 * BLOCK_R + 160;            // at most: with dropout
   static_assert(4 * parts_pitch + 8 * DROPOUT * BLOCK_R <= bytes && 16 * BLOCK_R <= bytes, "two tiles'");
-  static constexpr int room = (bytes + 18 * 8 + 1023) / 1024 * 1024;
+  static constexpr int room = (bytes + 20 * 8 + 1023) / 1024 * 1024;
   float *D_smem, *L_smem;
   Part* parts;
   uint32_t matrix;                          // the lower half of their descriptor

@@ -74,7 +74,13 @@ __device__ __forceinline__ void tma_store(const CUtensorMap& map, const void* fr
                :: "l"(&map), "r"(shared_address(from)), "r"(col), "r"(row), "r"(head), "r"(batch) : "memory");
 }
 
-// Add so many bytes of floats, a multiple of 16, to those in global memory: copies of the same kind.
+// Store so many bytes, a multiple of 16, as they lie; or add as many of floats to those there: copies of the
+// same kind.
+__device__ __forceinline__ void bulk_store(void* to, const void* from, int bytes) {
+  asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;"
+               :: "l"(to), "r"(shared_address(from)), "r"(bytes) : "memory");
+}
+
 __device__ __forceinline__ void bulk_add(float* to, const void* from, int bytes) {
   asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;"
                :: "l"(to), "r"(shared_address(from)), "r"(bytes) : "memory");

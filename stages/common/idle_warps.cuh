@@ -25,20 +25,6 @@ __device__ __forceinline__ void wait_until_cleared(const int* counter) {
   fence_proxy_async_global();               // what adds is the copy engine
 }
 
-// The n-th quarter of all, in the order of items (items.cuh): of so many heads together
-struct Quarter {
-  int bh, tile, row;         // row: the first one
-  int64_t sums;              // where they begin in dQ_accum
-
-  __device__ __forceinline__ Quarter(const BwdParams& p, int together, int n) {
-    const Work work = dispatch_order(ceil_div(p.N_q, BLOCK_R), p.B * p.H, together, n / 4);
-    bh = work.bh;
-    tile = work.tile;
-    row = tile * BLOCK_R + n % 4 * quarter;
-    sums = ((int64_t)bh * padded(p.N_q) + row) * HEAD_DIM;
-  }
-};
-
 // dQ of 16 rows, of sums that lie as registers do (gradients.cuh): eight lanes have two rows of a fragment.
 __device__ __forceinline__ void convert_strip(const BwdParams& p, const float* sums, int bh, int first_row) {
   const int row = first_row + threadIdx.x % 8;
@@ -51,6 +37,41 @@ __device__ __forceinline__ void convert_strip(const BwdParams& p, const float* s
     if (row + 8 < p.N_q) store8(to + 8 * p.dQ.stride_n, col, sum[1], scale_of_dS(p));
   }
 }
+
+// The n-th quarter of all, in the order of items (items.cuh): of so many heads together
+struct Quarter {
+  int bh, tile, row;         // row: the first one
+  int64_t sums;              // where they begin in dQ_accum
+
+  __device__ __forceinline__ Quarter(const BwdParams& p, int together, int n) {
+    const Work work = dispatch_order(ceil_div(p.N_q, BLOCK_R), p.B * p.H, together, n / 4);
+    bh = work.bh, tile = work.tile;
+    row = tile * BLOCK_R + n % 4 * quarter;
+    sums = ((int64_t)bh * padded(p.N_q) + row) * HEAD_DIM;
+  }
+
+  // How many are added to its tile
+  __device__ __forceinline__ int sums_of_tile(const BwdParams& p) const {
+    const auto tiles = Mask(p, bh / p.H, bh % p.H).key_tiles(tile);
+    return tiles.end - tiles.first;
+  }
+
+  __device__ __forceinline__ void clear(const Workspace& w) const {
+    float4* to = reinterpret_cast<float4*>(w.dQ_accum + sums) + threadIdx.x % 32;
+    #pragma unroll 4
+    for (int k = 0; k < quarter * HEAD_DIM / 4; k += 32) to[k] = float4{};
+    __syncwarp();
+  }
+
+  // When its tile's counter is there
+  __device__ __forceinline__ void convert(const BwdParams& p, const Workspace& w, int complete) const {
+    const int* counter = counters_of(w) + bh * ceil_div(p.N_q, BLOCK_R) + tile;
+    while (threadIdx.x % 32 == 0 && load_acquire(counter) < complete) __nanosleep(1000);
+    __syncwarp();
+    for (int first = 0; first < quarter && row + first < p.N_q; first += 16)
+      convert_strip(p, w.dQ_accum + sums + first * HEAD_DIM, bh, row + first);
+  }
+};
 
 // A ticket is a quarter to clear, and another one to convert. By idle warps, and by consumers in the end.
 __device__ __forceinline__ void clear_and_convert(const BwdParams& p, const Workspace& w,
@@ -66,21 +87,12 @@ __device__ __forceinline__ void clear_and_convert(const BwdParams& p, const Work
     if (n >= all + ahead) return;
     if (n < all) {
       const Quarter q(p, together, n);
-      float4* to = reinterpret_cast<float4*>(w.dQ_accum + q.sums) + threadIdx.x % 32;
-      #pragma unroll 4
-      for (int k = 0; k < quarter * HEAD_DIM / 4; k += 32) to[k] = float4{};
-      __syncwarp();
+      q.clear(w);
       if (threadIdx.x % 32 == 0) count_release(counters_of(w) + q.bh * Tr + q.tile);
     }
     if (n >= ahead) {
       const Quarter q(p, together, n - ahead);
-      const int* counter = counters_of(w) + q.bh * Tr + q.tile;
-      const auto tiles = Mask(p, q.bh / p.H, q.bh % p.H).key_tiles(q.tile);
-      const int complete = 4 + tiles.end - tiles.first;
-      while (threadIdx.x % 32 == 0 && load_acquire(counter) < complete) __nanosleep(1000);
-      __syncwarp();
-      for (int row = 0; row < quarter && q.row + row < p.N_q; row += 16)
-        convert_strip(p, w.dQ_accum + q.sums + row * HEAD_DIM, q.bh, q.row + row);
+      q.convert(p, w, 4 + q.sums_of_tile(p));
     }
   }
 }

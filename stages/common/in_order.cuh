@@ -20,8 +20,10 @@
 // j = 0 of the next heads comes first, when j = 0 of these heads is done.
 inline int heads_at_once(int blocks, int tiles) { return ceil_div(blocks, tiles); }
 
-// Masked: about sixteen, so that of a head few tiles are at work, and wait for each other.
-inline int heads_side_by_side(int heads) { return ceil_div(heads, ceil_div(heads, 16)); }
+// Masked: about sixteen, so that of a head few tiles are at work, and wait for each other; or another number.
+inline int heads_side_by_side(int heads, int about = 16) {
+  return ceil_div(heads, ceil_div(heads, about));
+}
 
 // step(t, cut) for each tile of Q that sees something of tile j, as for_each_tile(), the last one first
 template <class Tiles, class Step>
@@ -76,7 +78,8 @@ __device__ __forceinline__ void keep_order(const Place& turn, uint64_t* added, c
 
 // What two warps beside the producer do, so that no consumer waits for a semaphore, or for its sums to be in
 // HBM: one asks whose turn it is, the other one adds what is staged, and counts it.
-template <int buffers, class K_ring>
+// first_stores: the first sum of a tile of dQ is stored, so that nobody has to clear it.
+template <bool first_stores = false, int buffers, class K_ring>
 __device__ __forceinline__ void add_in_order(const StagedSums<buffers>& sums, int* semaphores,
                                              const BwdParams& p, const Items& items,
                                              const K_ring& K_smem, const Handed* handed) {
@@ -89,7 +92,7 @@ __device__ __forceinline__ void add_in_order(const StagedSums<buffers>& sums, in
     for (int t = tiles.end - 1; t >= tiles.first; t--, n++) {
       turn.wait_until_full(n);
       turn.emptied();
-      sums.add(n, bh * Tr + tiles[t]);
+      sums.add(n, bh * Tr + tiles[t], first_stores && tiles_before(mask, tiles[t], j) == 0);
       if (threadIdx.x % 32 > 0) continue;
       bulk_wait<0>();
       count_release(semaphores + bh * Tr + tiles[t]);

@@ -67,7 +67,7 @@ template <int n_tiles>
 __device__ __forceinline__ void store_parts(const BwdParams& p, float* dKV_parts, int bh, int block_heads,
                                             const float (&dK)[n_tiles][4], const float (&dV)[n_tiles][4],
                                             int first_row, int first_col, int from_col) {
-  const int64_t numbers = (int64_t)p.N_k * HEAD_DIM;
+  const int64_t numbers = (int64_t)all_rows_of_K(p) * HEAD_DIM;
   float* dK_part = dKV_parts + bh / block_heads * numbers;
   float* dV_part = dK_part + p.B * p.H / block_heads * numbers;
   store_part(dK_part, dK, first_row, p.N_k, first_col, from_col, HEAD_DIM);

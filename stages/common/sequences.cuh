@@ -128,6 +128,16 @@ __host__ __device__ int all_rows_of_K(const Params& p) {
   else return p.N_k;
 }
 
+// For the copy engine: rows become a dimension of a box's rows, and batch elements all rows, a box earlier
+// (packed.cuh)
+template <class T>
+void rows_twice(T& x, int& B, int& N, int box_rows) {
+  x.data -= box_rows * x.stride_n;
+  x.stride_b = x.stride_n;
+  B = N + box_rows;
+  N = box_rows;
+}
+
 // A tensor of p, to choose one of two. With VARLEN p is a copy, in registers, which have no address.
 #if VARLEN
 using TensorOfParams = Tensor;

@@ -45,11 +45,13 @@ struct StagedSums {
     place(buffer).wait_until_empty((n + buffers - 1 - buffer) / buffers);
   }
 
-  // By the other warp: the n-th, which is added to this tile of dQ_accum. It has left then.
-  __device__ __forceinline__ void add(unsigned n, int tile) const {
+  // By the other warp: the n-th, which is added to this tile of dQ_accum, or stored there if it is its first
+  // one. It has left then.
+  __device__ __forceinline__ void add(unsigned n, int tile, bool first = false) const {
     place(n).wait_until_full(n / buffers);
     if (threadIdx.x % 32 == 0) {
-      bulk_add(dQ_accum + (int64_t)tile * numbers, staged + n % buffers * room, sizeof(float) * numbers);
+      float *to = dQ_accum + (int64_t)tile * numbers, *from = staged + n % buffers * room;
+      first ? bulk_store(to, from, sizeof(float) * numbers) : bulk_add(to, from, sizeof(float) * numbers);
       bulk_commit();
       bulk_wait_read<0>();
     }

@@ -221,6 +221,11 @@ __device__ __forceinline__ void bulk_add(float* to, const void* from, int bytes)
   mark(BULK_ADD, POINT, 0, bytes / 16);
 }
 
+__device__ __forceinline__ void bulk_store(void* to, const void* from, int bytes) {
+  ::bulk_store(to, from, bytes);
+  mark(BULK_ADD, POINT, 0, bytes / 16);
+}
+
 template <int groups_left> __device__ __forceinline__ void bulk_wait_read() {
   mark(BULK_WAIT, BEGIN, 0, groups_left);
   ::bulk_wait_read<groups_left>();
@@ -257,5 +262,6 @@ template <int groups_left> __device__ __forceinline__ void bulk_wait() {
 #define named_barrier_sync timeline::named_barrier_sync
 #define named_barrier_arrive timeline::named_barrier_arrive
 #define bulk_add timeline::bulk_add
+#define bulk_store timeline::bulk_store
 #define bulk_wait_read timeline::bulk_wait_read
 #define bulk_wait timeline::bulk_wait

@@ -15,6 +15,7 @@
 // columns takes ceil(d / 64) boxes, one after the other: panels.
 #pragma once
 #include "hopper.cuh"
+#include "sequences.cuh"
 #include "tensor.cuh"
 
 constexpr int panel = 64;                  // columns of a box
@@ -29,9 +30,11 @@ __device__ __forceinline__ int panel_index(int row, int col, int tile_rows) {
 
 // The map of a tensor of `columns` columns. It holds the tensor's address, so each call makes its own. The
 // driver's function is asked for by name (CUDA 12.5 or later): nothing is linked to libcuda. A dimension of
-// one has any stride, which the driver might refuse: then it gets one that it takes.
-inline cudaError_t make_tensor_map(CUtensorMap& map, const Tensor& x, int B, int heads, int N, int columns,
+// one has any stride, which the driver might refuse: then it gets one that it takes. With packed sequences it
+// has the rows in two dimensions: packed.cuh.
+inline cudaError_t make_tensor_map(CUtensorMap& map, Tensor x, int B, int heads, int N, int columns,
                                    int box_rows) {
+  if (VARLEN) rows_twice(x, B, N, box_rows);
   static const auto encode = [] {
     void* function = nullptr;
     cudaDriverEntryPointQueryResult found;

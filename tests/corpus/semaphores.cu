@@ -154,6 +154,22 @@ __global__ void added_before_they_are_cleared(const float* x, float* out, int* c
   }
 }
 
+// In a fixed order the first one stores, and the next one adds to that.
+//! race <<<2, 32>>> (x, out, reinterpret_cast<int*>(count))
+__global__ void added_before_the_first_is_stored(const float* x, float* out, int* semaphore) {
+  __shared__ __align__(16) float row[8];
+  if (threadIdx.x) return;
+  for (int i = 0; i < 8; i++) row[i] = x[8 * blockIdx.x + i];
+  fence_proxy_async();
+  work(blockIdx.x == 0);
+  while (load_acquire(semaphore) < blockIdx.x) {}
+  //! buggy:
+  blockIdx.x ? bulk_add(out, row, sizeof row) : bulk_store(out, row, sizeof row);
+  bulk_commit();
+  bulk_wait<0>();
+  count_release(semaphore);
+}
+
 // Two lanes have cleared a part each; lane 0 counts for both.
 //! race <<<2, 32>>> (x, out, reinterpret_cast<int*>(count))
 __global__ void counted_before_the_warp_has_met(const float* x, float* out, int* counter) {

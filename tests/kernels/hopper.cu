@@ -141,8 +141,9 @@ extern "C" const char* run_add_up(const float* x, float* sum, int n, int blocks)
 }
 
 // Each block adds its n floats to the same ones when it is its turn, as a semaphore says: the first one or
-// the last one first.
-__global__ void add_in_turn(const float* x, float* sum, int* semaphore, int n, int last_first) {
+// the last one first. first_stores: the first one stores them.
+__global__ void add_in_turn(const float* x, float* sum, int* semaphore, int n, int last_first,
+                            int first_stores) {
   extern __shared__ __align__(16) float row_smem[];
   for (int i = threadIdx.x; i < n; i += blockDim.x) row_smem[i] = x[blockIdx.x * n + i];
   fence_proxy_async();
@@ -150,14 +151,15 @@ __global__ void add_in_turn(const float* x, float* sum, int* semaphore, int n, i
   if (threadIdx.x > 0) return;
   const int turn = last_first ? gridDim.x - 1 - blockIdx.x : blockIdx.x;
   while (load_acquire(semaphore) < turn) {}
-  bulk_add(sum, row_smem, n * int(sizeof(float)));
+  if (first_stores && turn == 0) bulk_store(sum, row_smem, n * int(sizeof(float)));
+  else bulk_add(sum, row_smem, n * int(sizeof(float)));
   bulk_commit();
   bulk_wait<0>();
   count_release(semaphore);
 }
 extern "C" const char* run_add_in_turn(const float* x, float* sum, int* semaphore, int n, int blocks,
-                                       int last_first) {
-  add_in_turn<<<blocks, 64, n * sizeof(float)>>>(x, sum, semaphore, n, last_first);
+                                       int last_first, int first_stores) {
+  add_in_turn<<<blocks, 64, n * sizeof(float)>>>(x, sum, semaphore, n, last_first, first_stores);
   return result();
 }
 

@@ -294,6 +294,10 @@ extern "C" void sim_bulk_send(void* to, const void* from, int bytes, uint64_t* b
   start_in_block(rank, std::move(c), barrier, name);
 }
 
+extern "C" void sim_bulk_store(void* to, const void* from, int bytes, const char* file, int line) {
+  start(plain_copy(Bulk::STORE, from, to, bytes, "bulk_store()", {file, line}, __builtin_return_address(0)));
+}
+
 extern "C" void sim_bulk_add(float* to, const void* from, int bytes, const char* file, int line) {
   start(plain_copy(Bulk::ADD, from, to, bytes, "bulk_add()", {file, line}, __builtin_return_address(0)));
 }

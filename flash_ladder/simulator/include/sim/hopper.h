@@ -23,6 +23,7 @@ void sim_tma_load(void* to, const CUtensorMap* map, uint64_t* barrier, const int
                   int line);
 void sim_bulk_load(void* to, const void* from, int bytes, uint64_t* barrier, const char* file, int line);
 void sim_tma_store(const CUtensorMap* map, const void* from, const int* corner, const char* file, int line);
+void sim_bulk_store(void* to, const void* from, int bytes, const char* file, int line);
 void sim_bulk_add(float* to, const void* from, int bytes, const char* file, int line);
 void sim_bulk_commit();
 void sim_bulk_wait(int groups_left, bool read_only);
@@ -70,6 +71,9 @@ SIM_ALWAYS_INLINE void tma_store(const CUtensorMap& map, const void* from, int c
                                  int batch, SIM_SITE) {
   const int corner[] = {col, row, head, batch};
   sim::sim_tma_store(&map, from, corner, file, line);
+}
+SIM_ALWAYS_INLINE void bulk_store(void* to, const void* from, int bytes, SIM_SITE) {
+  sim::sim_bulk_store(to, from, bytes, file, line);
 }
 SIM_ALWAYS_INLINE void bulk_add(float* to, const void* from, int bytes, SIM_SITE) {
   sim::sim_bulk_add(to, from, bytes, file, line);
