@@ -30,12 +30,12 @@
 //
 //       N =            2048           4096           16384
 //      64   full       1.01 (1.09)    1.03 (1.07)    1.00 (1.05)
-//      64   causal     1.09 (1.33)    1.11 (1.20)    1.09 (1.10)
+//      64   causal     1.08 (1.33)    1.09 (1.20)    1.09 (1.10)
 //     128   full       0.98 (1.05)    1.00 (1.05)    1.03 (1.05)
 //     128   causal     1.07 (1.17)    1.07 (1.13)    1.03 (1.08)
 //
 // At d=64 about 32 heads are side by side, not 16: tiles of Q have 128 rows there, so a step is longer
-// (causal, N=2048: 16 1.22, 32 1.09, 64 1.26; 8 1.54. At d=128: 8 1.08, 16 1.07, 32 1.12, 64 1.44). Small
+// (causal, N=2048: 16 1.22, 32 1.08, 64 1.26; 8 1.54. At d=128: 8 1.08, 16 1.07, 32 1.12, 64 1.44). Small
 // calls, over hopper_tuned's time: 0.92 to 1.33, semaphores' 0.99 to 1.34.
 //
 // HBM traffic without caches (hbm, above): as in augmented, but there are no zeros, and of the first sum of a
