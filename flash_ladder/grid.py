@@ -50,7 +50,7 @@ PACKED = ("packed",)           # of the backward, for packed sequences: other ca
 def is_end(stage) -> bool:
     """Whether a stage is an end of a branch: a root, a fork or a leaf of the ladder, or what calls take.
     One's own file is."""
-    aside = (*SIDE_BRANCH, *MULTICAST, *UP_TO_64, *PACKED)
+    aside = (*SIDE_BRANCH, *MULTICAST, *UP_TO_64, *PACKED, *IN_ORDER[:-1])
     if stage.name in aside:
         return False
     children = [s for s in stages(stage.direction)

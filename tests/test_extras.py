@@ -303,10 +303,11 @@ def compare(forward, backward, case, dtype, device, seed):
 @pytest.mark.parametrize("case", CASES, ids=str)
 @pytest.mark.parametrize("stage", [*FWD, *BWD], ids=lambda s: s.path.stem)
 def test_against_float64(stage, case, device, monkeypatch):
-    """The gradients with the mask held. Stages in the middle of the branch: one case."""
+    """The gradients with the mask held. Stages in the middle of the branch: one case; others that, and half
+    of the rest by turns."""
     is_end = stage.default or stage.name in ("flash2", "recompute", "hopper_tuned")
-    if not is_end and case is not CASES[0]:
-        pytest.skip("a stage in the middle of a branch")
+    if case is not CASES[0] and not (is_end and CASES.index(case) % 2 == stage.number % 2):
+        pytest.skip("of another stage")
     if stage.name in WRITERS and case[5] > 192:
         pytest.skip("a tile of dQ does not fit in shared memory")
     forward, backward = (stage.name, None) if stage.direction == "fwd" else (None, stage.name)

@@ -222,9 +222,10 @@ def test_bit_identical_every_run(stage, device, monkeypatch):
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_tile_sizes(stage, device):
-    """Other tiles, the same result; in the middle of a branch the smallest and the largest."""
+    """Other tiles, the same result; in the middle of a branch the smallest or the largest, by turns."""
     q, k, v = random_for(stage, 1, 2, 1, 75, 90, 64, device)
-    for tiles in tile_sizes(BY_NAME[stage], 64)[::1 if is_end(BY_NAME[stage]) else 2]:
+    found = tile_sizes(BY_NAME[stage], 64)
+    for tiles in found if is_end(BY_NAME[stage]) else [found[-(BY_NAME[stage].number % 2)]]:
         o, lse, diagonal = run(stage, q, k, v, "bottom", **tiles)
         check(o, lse, q, k, v, diagonal)
 

@@ -411,8 +411,8 @@ def survives(path, seeds=("",), cases=None) -> bool:
 ALL_MUTANTS = [*((BY_NAME[stage], *rest) for stage, *rest in MUTANTS),
                *((BACKWARD[stage], *rest) for stage, *rest in BACKWARD_MUTANTS)]
 EVERY = bool(os.environ.get("FLASH_ALL_MUTANTS"))
-# At the ends of the ladder's branches one of two; in between one of twelve
-SOME_MUTANTS = [m for n, m in enumerate(ALL_MUTANTS) if EVERY or n % (2 if is_end(m[0]) else 12) == 0]
+# At the ends of the ladder's branches one of three; in between one of twelve
+SOME_MUTANTS = [m for n, m in enumerate(ALL_MUTANTS) if EVERY or n % (3 if is_end(m[0]) else 12) == 0]
 
 
 @pytest.mark.parametrize("stage", dict.fromkeys(stage for stage, *_ in SOME_MUTANTS), ids=name_of)

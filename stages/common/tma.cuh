@@ -15,11 +15,9 @@
 // columns takes ceil(d / 64) boxes, one after the other: panels.
 #pragma once
 #include "hopper.cuh"
-#include "sequences.cuh"
 #include "tensor.cuh"
 
-constexpr int panel = 64;                  // columns of a box
-constexpr int panels = (HEAD_DIM + panel - 1) / panel;
+constexpr int panel = 64, panels = (HEAD_DIM + panel - 1) / panel;     // columns of a box; boxes of a tile
 
 // Where the element (row, col) of a tile of tile_rows rows is
 __device__ __forceinline__ int panel_index(int row, int col, int tile_rows) {
@@ -32,9 +30,10 @@ __device__ __forceinline__ int panel_index(int row, int col, int tile_rows) {
 // driver's function is asked for by name (CUDA 12.5 or later): nothing is linked to libcuda. A dimension of
 // one has any stride, which the driver might refuse: then it gets one that it takes. With packed sequences it
 // has the rows in two dimensions: packed.cuh.
-inline cudaError_t make_tensor_map(CUtensorMap& map, Tensor x, int B, int heads, int N, int columns,
-                                   int box_rows) {
-  if (VARLEN) rows_twice(x, B, N, box_rows);
+inline cudaError_t make_tensor_map(CUtensorMap& map, Tensor x, int B, int H, int N, int columns, int rows) {
+#if VARLEN
+  rows_twice(x, B, N, rows);
+#endif
   static const auto encode = [] {
     void* function = nullptr;
     cudaDriverEntryPointQueryResult found;
@@ -43,9 +42,9 @@ inline cudaError_t make_tensor_map(CUtensorMap& map, Tensor x, int B, int heads,
   }();
   if (!encode) return cudaErrorNotSupported;
   auto bytes = [](int64_t stride, int size) { return cuuint64_t(size > 1 ? sizeof(ELEMENT) * stride : 16); };
-  const cuuint64_t sizes[] = {cuuint64_t(columns), cuuint64_t(N), cuuint64_t(heads), cuuint64_t(B)};
-  const cuuint64_t strides[] = {bytes(x.stride_n, N), bytes(x.stride_h, heads), bytes(x.stride_b, B)};
-  const cuuint32_t box[] = {panel, cuuint32_t(box_rows), 1, 1}, steps[] = {1, 1, 1, 1};
+  const cuuint64_t sizes[] = {cuuint64_t(columns), cuuint64_t(N), cuuint64_t(H), cuuint64_t(B)};
+  const cuuint64_t strides[] = {bytes(x.stride_n, N), bytes(x.stride_h, H), bytes(x.stride_b, B)};
+  const cuuint32_t box[] = {panel, cuuint32_t(rows), 1, 1}, steps[] = {1, 1, 1, 1};
   auto make = [&] { return encode(&map, CU_TENSOR_MAP_DATA_TYPE_UINT16, 4, x.data, sizes, strides, box, steps,
                                   CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
                                   CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE); };
