@@ -32,8 +32,8 @@
 //     128   full       1.04     1.02     1.02
 //     128   causal     1.12     1.10     1.08
 //
-// (On an H100; an H200 is within 0.03 of it. Now calls take idle_warps: over its time, on an H200, d=64 is
-// 1.04, 1.02, 1.00 full and 1.28, 1.16, 1.06 causal; d=128 1.14, 1.10, 1.05 causal, by figures of two runs.)
+// (On an H100; an H200 is within 0.03 of it. Over idle_warps' time, on an H200, d=64 is 1.04, 1.02, 1.00 full
+// and 1.28, 1.16, 1.06 causal; d=128 1.14, 1.10, 1.05 causal, by figures of two runs.)
 //
 // Stays because sums have the same bits in each run. With deterministic=True calls with d <= 128 take
 // first_stores, which has its order from here.
