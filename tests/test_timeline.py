@@ -15,7 +15,7 @@ import flash
 from flash_ladder import ahead, launch
 from flash_ladder.bench import arguments, chart, marks, modes, steps, timeline
 from flash_ladder.bench.marks import BEGIN, END, POINT, Block, Mark, Source, Span
-from flash_ladder.grid import PACKED, SIDE_BRANCH, UP_TO_64, WRITERS, is_end
+from flash_ladder.grid import SIDE_BRANCH, UP_TO_64, WRITERS, is_end
 
 BOTH = ("fwd", "bwd")
 STAGES, BACKWARD = ({stage.name: stage for stage in flash.stages(direction) if timeline.has_marks(stage)}
@@ -531,7 +531,7 @@ def test_each_backward_stage_in_a_small_shape(name, monkeypatch):
     may ask for that; dK and dV stored. Where blocks take one tile of keys after the other there is one head,
     so that none takes a second one."""
     monkeypatch.setenv("FLASH_SIM_THREADS", "1")    # else it is open which block draws which tile of keys
-    one = ("persistent", "whole_tiles", "hopper_tuned", *UP_TO_64, *WRITERS, *PACKED)
+    one = ("persistent", "whole_tiles", "hopper_tuned", *UP_TO_64, *WRITERS)
     heads = "1:1" if name in one else "2:1"
     d = 128 if name in ("augmented", "first_stores") else 64           # with 64 they have no room for marks
     (args,) = arguments.parse_arguments(["--timeline", "--pass", "bwd", "--stages", name, "--seqlens", "256",
