@@ -48,8 +48,8 @@ SPARSE = ("Marks where products are under way cost too much, and are left out: a
 
 
 def has_marks(stage: flash.Stage) -> bool:
-    """Whether a stage calls what leaves marks: those from tma on, but for packed, whose copies are asked for in
-    stages/common."""
+    """Whether a stage calls what leaves marks: those from tma on, but for packed, whose copies are asked for
+    in stages/common."""
     return stage.name not in PACKED and any(file.name == NEEDED for file in source_files(stage.path))
 
 
