@@ -49,13 +49,13 @@ struct InSequence {
   }
 
   // The producer's: ask for the item's tile of K or V; and for tile i of Q or dO, with a float for each row
-  template <class K_ring>
-  __device__ __forceinline__ void fill_keys(const K_ring& ring, const CUtensorMap& map, unsigned step) const {
+  template <class Rows>
+  __device__ __forceinline__ void fill_keys(const Rows& ring, const CUtensorMap& map, unsigned step) const {
     const Handed at = keys<BLOCK_C>(work.tile * BLOCK_C);
     ring.fill(map, step, at.tile, at.h, at.b);
   }
-  template <class Q_ring>
-  __device__ __forceinline__ void fill_queries(const Q_ring& ring, const CUtensorMap& map, unsigned step, int i,
+  template <class Rows>
+  __device__ __forceinline__ void fill_queries(const Rows& ring, const CUtensorMap& map, unsigned step, int i,
                                                int head, float* floats, const float* from) const {
     const Handed at = corner<BLOCK_R>(i * BLOCK_R, p.N_q, first_q, head);
     fill(ring, map, step, at.tile, at.h, at.b, floats, from);
