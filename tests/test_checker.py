@@ -452,7 +452,8 @@ def derived_backward_bytes(stage: str, N: int, d: int, Br: int, Bc: int) -> int:
             bytes_ += sum(readers * 2 * rows * 4 for rows in (whole if prepared else tiles_of_q))
             bytes_ += sum(2 * rows * d * 4 for rows in (whole if late else tiles_of_q))  # dQ_i, both ways
         rows = sum(whole if prepared else tiles_of_q)    # of dQ in float, set to 0
-        return bytes_ + rows * d * 4 + 2 * N * d * (4 + 2)               # read; dQ
+        cleared = -1 if stage == "first_stores" else 1   # there nothing is; nor is a first sum read
+        return bytes_ + cleared * rows * d * 4 + 2 * N * d * (4 + 2)     # read; dQ
     else:
         numbers += 2 * N * (2 * d + 2 + 1)               # O, dO; L, dL; D
         for keys in tiles_of_k:
