@@ -21,7 +21,8 @@
 // infinities. So hopper_tuned refuses packed sequences, and calls took ampere_tuned, without wgmma.
 //
 // Here a map has the rows in two dimensions, and a box begins so far along one of them that it ends where the
-// sequence does (common/packed.cuh). It costs the producer some additions a tile, and nobody else anything.
+// sequence does (common/packed.cuh). It costs the producer some additions a tile, the others four loads an
+// item.
 // What is past the sequence's end comes as zeros, and is not stored. The rest is bookkeeping: an item is a
 // tile of a sequence, which the producer finds by halves; and L, D and sums of dQ lie in whole tiles,
 // sequence after sequence.

@@ -245,6 +245,16 @@ def test_a_row_of_nan_spoils_no_other_row_of_dq(dtype, device):
     assert spoilt == [[0, 0, 9], [0, 1, 70], [0, 1, 140]]
 
 
+@pytest.mark.parametrize("stage", ["idle_warps", "first_stores"])
+def test_tiles_that_see_no_key(stage, device):
+    """Nobody adds to the first two tiles of queries: dQ is 0 there, whatever was in the workspace."""
+    q, k, v = random_qkv(1, 2, 1, 400, 130, 64, device, torch.bfloat16)
+    do, dlse = random_gradients(q)
+    found = run((stage, False), q, k, v, do, 130 - 400, None, dlse)
+    assert not found[0][:, :, :270].any()
+    check_gradients(found, q, k, v, do, 130 - 400, None, dlse)
+
+
 @pytest.mark.parametrize("d", [64, 128])
 def test_three_parts_of_L_are_exact(d, device):
     """Scores of some +-1000: two parts are wrong by more than rounding, by less than PyTorch is (tried)."""

@@ -23,8 +23,9 @@
 struct InSequence {
   Handed work;
   std::conditional_t<VARLEN, BwdParams, const BwdParams&> p;
-  int heads_before = 0, first_q = 0, first_k = 0;            // the sequence's first rows
-  int first_i;                                               // and its first tile of Q, in L and the like
+  int heads_before = 0;                     // query heads of batch elements before
+  int first_q = 0, first_k = 0;             // the sequence's first rows,
+  int first_i;                              // and its first tile of Q in L, D and dQ_accum
 
   __device__ __forceinline__ InSequence(const BwdParams& all, const Handed& work)
       : work(work), p(all), first_i(tiles_of_Q_before(all, work.b)) {
@@ -36,14 +37,16 @@ struct InSequence {
   template <int box_rows>
   __device__ __forceinline__ Handed corner(int row, int N, int first, int head) const {
     if (!VARLEN) return {{row}, work.b, head};
-    const int missing = min(max(row + box_rows - N, 0), box_rows);
+    const int missing = max(row + box_rows - N, 0);
     return {{missing}, first + row + box_rows - missing, head};
   }
+  // Of K and V, or their gradients
   template <int box_rows>
   __device__ __forceinline__ Handed keys(int row) const {
     return corner<box_rows>(row, p.N_k, first_k, work.h);
   }
 
+  // Those of dQ; tile: bh Tr + i, without the sequences before
   __device__ __forceinline__ float* sums(const Workspace& w, int tile) const {
     return w.dQ_accum + int64_t(first_i + tile) * (BLOCK_R * HEAD_DIM);
   }
@@ -73,7 +76,8 @@ struct InSequence {
   }
 };
 
-// The n-th item; or, if its tile has no rows, the one of the next ticket. b and tile are those of a sequence.
+// The n-th item; or, if its tile has no rows, so nothing is to be done, the one of the next ticket. b and tile
+// are those of a sequence.
 // By one thread, which looks for it by halves.
 template <class Params>
 __device__ __forceinline__ Handed nth_in_sequence(const Params& p, const Items& items, int n, int* ticket) {

@@ -128,10 +128,9 @@ __host__ __device__ int all_rows_of_K(const Params& p) {
   else return p.N_k;
 }
 
-// For the copy engine: rows become a dimension of a box's rows, and batch elements all rows, a box earlier
-// (packed.cuh)
-template <class T>
-void rows_twice(T& x, int& B, int& N, int box_rows) {
+// For the copy engine's map (packed.cuh): dimension N has a box's rows, B has all rows, a box earlier, both a
+// row apart
+inline void rows_twice(Tensor& x, int& B, int& N, int box_rows) {
   x.data -= box_rows * x.stride_n;
   x.stride_b = x.stride_n;
   B = N + box_rows;
