@@ -58,7 +58,7 @@ def check_stages(stages: list[flash.Stage]) -> None:
     if without := [stage for stage in stages if not has_marks(stage)]:
         able = ",".join(stage.name for stage in flash.stages(without[0].direction) if has_marks(stage))
         raise ValueError(f"--timeline: {without[0].name} leaves no marks; those from tma on do, whose copies "
-                         f"and products are asynchronous, but for packed: --stages {able}")
+                         f"and products are asynchronous: --stages {able}")
 
 
 # ---------------------------------------------------------------------------------------- a run

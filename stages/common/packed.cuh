@@ -76,8 +76,8 @@ struct InSequence {
   }
 };
 
-// The n-th item; or, if its tile has no rows, so nothing is to be done, the one of the next ticket. b and tile
-// are those of a sequence.
+// The n-th item; or, if its tile has no rows, so that nothing is to be done, that of the next ticket. b and
+// tile are those of a sequence.
 // By one thread, which looks for it by halves.
 template <class Params>
 __device__ __forceinline__ Handed nth_in_sequence(const Params& p, const Items& items, int n, int* ticket) {
