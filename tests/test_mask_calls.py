@@ -212,12 +212,14 @@ def test_a_score_of_minus_infinity(mine, stage):
                     "  __device__ float score(float x, int row, int) const {\n"
                     "    return row == 3 ? -INFINITY : x;\n  }\n};\n")
     dtype = torch.bfloat16 if stage == "ampere_tuned" else torch.float32
-    q, k, v = torch.randn(3, 1, 1, 128, 64).to(dtype)
+    q, k, v = torch.randn(3, 1, 1, 128, 64, generator=torch.Generator().manual_seed(4)).to(dtype)
     options = {"stage": stage, "return_lse": True}
     o, lse = flash.attention(q, k, v, mask=M.from_file(mine, scores=True), **options)
     expected, expected_lse = flash.attention(q, k, v, **options)
     expected[:, :, 3], expected_lse[:, :, 3] = 0, -torch.inf
-    torch.testing.assert_close(o, expected)
+    assert not o[:, :, 3].any()
+    atol = 1e-3 if dtype == torch.bfloat16 else 1e-5  # other code may sum, and so round P, otherwise
+    torch.testing.assert_close(o, expected, rtol=2 * torch.finfo(dtype).eps, atol=atol)
     torch.testing.assert_close(lse, expected_lse, rtol=1e-4, atol=1e-4)
 
 
