@@ -87,6 +87,8 @@
 //                                        the other
 //   stages/fwd_32_stream_k.cuh           (after hopper_tuned) stream-K: the last round and a bit is divided
 //                                        by steps of keys: all blocks end together
+//   stages/fwd_33_packed.cuh             (after hopper_tuned) packed sequences: a map with the rows in two
+//                                        dimensions ends where a sequence does
 // A stage starts with lines for flash_ladder/registry.py: the stage that it grew from (after); at the end of
 // a branch, the architecture from which on calls take it (default), perhaps only some calls; what it knows
 // of dropout, sinks and the like (takes), and what it refuses that others take (refuses); tile sizes and

@@ -44,7 +44,7 @@ STREAM_K = ("stream_k",)       # of the forward, where all tiles are equal: it m
 # Of the backward, for d <= 192, as a tile of dQ has to fit
 WRITERS = ("writer_warp", "semaphores", "idle_warps", "augmented", "first_stores")
 IN_ORDER = ("semaphores", "first_stores")     # of these, with a fixed order of sums: they make no forks
-PACKED = ("packed",)           # of the backward, for packed sequences: other calls are its parent's
+PACKED = ("packed",)           # for packed sequences: other calls are its parent's
 
 
 def is_end(stage) -> bool:

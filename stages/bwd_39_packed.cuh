@@ -50,7 +50,7 @@
 #include "common/lean_scores.cuh"
 #include "common/mask.cuh"
 #include "common/mma.cuh"
-#include "common/packed.cuh"
+#include "common/packed_items.cuh"
 #include "common/pairs.cuh"
 #include "common/reduce_heads.cuh"
 #include "common/ring_rows.cuh"
@@ -114,7 +114,7 @@ __global__ void __launch_bounds__(threads, 1) backward_kernel(
     for (int m = 0, next = blockIdx.x;; m++) {                           // line 5
       if (m == 0) wait_for_previous_kernel();
       K_smem.wait_until_empty(m);
-      const InSequence in(p, nth_in_sequence(p, items, next, w.ticket));
+      const ItemInSequence in(p, nth_in_sequence(p, items, next, w.ticket));
       *handed = in.work;
       if (in.work.tile < 0) return mbarrier_arrive(K_smem.full);         // the consumers end, too
       in.fill_keys(K_smem, K_map, m);                                    // line 6
@@ -155,7 +155,7 @@ __global__ void __launch_bounds__(threads, 1) backward_kernel(
     V_smem.wait_until_full(m);
     float dK_reg[columns / 8][4] = {}, dV_reg[columns / 8][4] = {};      // line 7
     do {
-      const InSequence in(p, of_lane_0(handed));
+      const ItemInSequence in(p, of_lane_0(handed));
       Mask mask(in.p, in.work.b, bh % p.H);
       if (part > 0) mask.gradient = nullptr;             // the first one has written it
       const auto tiles = mask.query_tiles(j);
@@ -220,21 +220,22 @@ __global__ void __launch_bounds__(threads, 1) backward_kernel(
       };
       for_each_tile(mask, tiles, j, n, step);                            // line 17
     } while (++bh % items.block_heads);
-    const InSequence done(p, of_lane_0(handed));     // again: no registers for it in the loop
+    const ItemInSequence done(p, of_lane_0(handed));     // again: no registers for it in the loop
     K_smem.release(m);
     V_smem.release(m);
     bh = of_lane_0(bh) - 1;                 // the last one; without the shuffle it is kept in the loop, too
 
     const int first_row = j * Bc + first_key, from_col = part * columns;
     if (p.H > items.block_heads * p.H_kv) {          // parts of dK and dV
-      store_parts(done.p, dKV_parts + (int64_t)done.first_k * d, bh, items.block_heads, dK_reg, dV_reg,
+      store_parts(done.p, dKV_parts + (int64_t)done.rows.K.first * d, bh, items.block_heads, dK_reg, dV_reg,
                   first_row, first_col, from_col);
     } else {                                // line 18; where other warps may have had dQ, too
       if (threadIdx.x % 32 == 0) bulk_wait_read<0>();
       if (dQ_warps < warps) named_barrier_sync(3, 32 * warps);
-      const Handed at = done.keys<16>(first_row);
-      store_staged<room>(dK_map, staging, dK_reg, scale_of_dS(p), at.tile, at, first_col, from_col);
-      store_staged<room>(dV_map, staging + behind_dK, dV_reg, dropout_scale(p), at.tile, at, first_col,
+      const Corner at = done.rows.K.corner(first_row, 16, done.work.b);
+      const Handed box = {{}, at.batch, done.work.h};
+      store_staged<room>(dK_map, staging, dK_reg, scale_of_dS(p), at.row, box, first_col, from_col);
+      store_staged<room>(dV_map, staging + behind_dK, dV_reg, dropout_scale(p), at.row, box, first_col,
                          from_col);
     }
     if (dQ_warps < warps && threadIdx.x % 32 == 0) bulk_wait_read<0>();  // before they need it again

@@ -343,7 +343,7 @@ ELSEWHERE = "from sm_80 on; hopper_tuned is taken on sm_90a, and {} is sm_"
 @pytest.mark.parametrize("capability, sizes, needs, expected, why", [
     ((9, 0), PROMPT, (), "hopper_tuned", NAMES + "on sm_90a"),
     ((9, 0), PROMPT, ("dropout", "sink"), "hopper_tuned", NAMES + "on sm_90a"),
-    ((9, 0), None, ("varlen",), "ampere_tuned",
+    ((9, 0), None, ("varlen",), "packed",
      "the nearest relative of hopper_tuned, which takes no varlen"),
     ((9, 0), PROMPT, ("sink", "kv_cache"), "ampere_tuned",
      "the nearest relative of hopper_tuned, which takes no kv_cache"),

@@ -119,32 +119,55 @@ def test_more_sequences_than_a_warp_sees_in_two_looks(device):
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("H, H_kv, d, causal", [(4, 2, 64, True), (1, 1, 136, False)])
 def test_boxes_end_with_their_sequences(H, H_kv, d, causal, device):
-    """Hopper's backward stage: near float64; and a sequence of infinities leaves the others as they were,
-    whose last tiles go on in its rows, and into which its own go on."""
+    """Hopper's stages: near float64; and a sequence of infinities leaves the others as they were, whose last
+    tiles go on in its rows, and into which its own go on."""
     x = Packed(MIXED, H, H_kv, d, device)
-    options = {"causal": causal, "backward": "packed"}
+    options = {"causal": causal, "stage": "packed", "backward": "packed"}
     with poisoned():
-        found = x.call(**options)[2:]
+        o, lse, *found = x.call(**options)
     others = []
     for n, (rows, keys) in enumerate(x.each()):
-        mine = [g[at] for g, at in zip(found, (rows, keys, keys))]
+        mine = [o[rows], lse[:, rows], *(g[at] for g, at in zip(found, (rows, keys, keys)))]
         if 0 in MIXED[n]:
-            assert not any(g.any() for g in mine)
+            assert (mine.pop(1) == -torch.inf).all() and not any(x.any() for x in mine)
             continue
         others += [mine] if n != 4 else []
         q, k, v, do, dlse = x.alone(rows, keys)
-        check_gradients([unpacked(g) for g in mine], q, k, v, do, k.shape[2] - q.shape[2] if causal else None,
-                        None, dlse)
+        diagonal = k.shape[2] - q.shape[2] if causal else None
+        check(unpacked(mine[0]), mine[1][None], q, k, v, diagonal)
+        check_gradients([unpacked(g) for g in mine[2:]], q, k, v, do, diagonal, None, dlse)
     rows, keys = list(x.each())[4]
     for leaf, at in zip(x.leaves, (rows, keys, keys)):
         leaf.data[at] = torch.inf
     x.do[rows] = torch.inf
-    found = x.call(**options)[2:]
-    again = [[g[at] for g, at in zip(found, (rows, keys, keys))]
+    o, lse, *found = x.call(**options)
+    again = [[o[rows], lse[:, rows], *(g[at] for g, at in zip(found, (rows, keys, keys)))]
              for n, (rows, keys) in enumerate(x.each()) if n != 4 and 0 not in MIXED[n]]
     for mine, before in zip(again, others, strict=True):
-        for g, was in zip(mine, before):
-            torch.testing.assert_close(g, was, rtol=2e-2, atol=2e-2)
+        for n, (x, was) in enumerate(zip(mine, before)):
+            if n < 2:
+                assert torch.equal(x, was)
+            torch.testing.assert_close(x, was, rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("Br, d", [(64, 64), (192, 64), (128, 128), (128, 256)])
+def test_blocks_that_take_many_sequences(Br, d, device):
+    """On Hopper: tiles that have no rows, some of them a block's first or last; keys that begin with those of
+    another sequence. The bits are those of each sequence alone."""
+    lengths = [(n % 4 * 40, n * 37 % 150) for n in range(14)]
+    x = Packed(lengths, 2, 1, d, device)
+    q, k, v = (t.detach() for t in x.leaves)
+    with poisoned():
+        o, lse = flash.attention_varlen(q, k, v, *x.starts, causal=True, return_lse=True, stage="packed",
+                                        Br=Br)
+    for rows, keys in x.each():
+        if rows.start == rows.stop or keys.start == keys.stop:
+            assert not o[rows].any() and (lse[:, rows] == -torch.inf).all()
+            continue
+        alone = flash.attention(*x.alone(rows, keys)[:3], causal=True, return_lse=True, stage="hopper_tuned",
+                                Br=Br)
+        assert torch.equal(unpacked(o[rows]), alone[0]) and torch.equal(lse[:, rows][None], alone[1])
 
 
 def test_hopper_with_dropout_a_sink_and_d_v(monkeypatch):
@@ -154,8 +177,9 @@ def test_hopper_with_dropout_a_sink_and_d_v(monkeypatch):
     sink = torch.tensor([0.5, -1.0], requires_grad=True)
     found = []
     for stage in ("ampere_tuned", "packed"):
-        o = flash.attention_varlen(*x.leaves, *x.starts, dropout_p=0.3, sink=sink, backward=stage)
-        found.append(torch.autograd.grad(o, [*x.leaves, sink], x.do))
+        o = flash.attention_varlen(*x.leaves, *x.starts, dropout_p=0.3, sink=sink, stage=stage,
+                                   backward=stage)
+        found.append([o, *torch.autograd.grad(o, [*x.leaves, sink], x.do)])
     for mine, theirs in zip(*found):
         torch.testing.assert_close(mine, theirs, rtol=2e-2, atol=2e-2)
     with pytest.raises(ValueError, match="'packed' is not deterministic"):
@@ -176,6 +200,9 @@ def test_a_document_mask_is_the_same():
 def test_masks_count_from_each_sequences_last_key():
     x = Packed([(40, 90), (0, 3), (70, 33)], 2, 2, 32, "cpu")
     mask = M.window(20, 3) & M.softcap(5.0) & M.alibi(torch.tensor([0.1, 0.4])) & M.prefix(9)
+    hoppers = x.call(mask=mask, stage="packed", backward="packed")
+    for mine, theirs in zip(hoppers, x.call(mask=mask)):
+        torch.testing.assert_close(mine, theirs, rtol=2e-2, atol=2e-2)
     found = x.call(mask=mask, deterministic=True, **TILES)
     for rows, keys in x.each():
         if rows.start < rows.stop:
@@ -302,7 +329,7 @@ def good(**others):
     ({"mask": M.window(3) | M.window(4)}, "not |: for that, attention("),
     ({"mask": M.causal(2)}, "its `diagonal` would be that of all sequences"),
     ({"mask": M.prefix(torch.tensor([3, 4]))}, "its tensors must be the same for all sequences"),
-    ({"stage": "mma"}, "stage 'mma' takes no varlen; of its type these do: ampere_tuned; every stage from "),
+    ({"stage": "mma"}, "stage 'mma' takes no varlen; of its type these do: ampere_tuned, packed; every "),
     ({"backward": "late_dq"}, "backward stage 'late_dq' takes no varlen; of its type these do: ampere_tuned"),
     ({name: torch.randn(10, 2, 16) for name in "qkv"}, "stage 'fp32_tuned' takes no varlen; of its type "
      "these do: none; every stage from flash2 and recompute on takes attention("),

@@ -21,7 +21,6 @@ from rich.table import Table
 
 import flash
 
-from ..grid import PACKED
 from ..launch import more_macros
 from ..plan import Plan, as_scale, empty_like, forward_outputs
 from ..simulator import missing_compiler
@@ -48,9 +47,9 @@ SPARSE = ("Marks where products are under way cost too much, and are left out: a
 
 
 def has_marks(stage: flash.Stage) -> bool:
-    """Whether a stage calls what leaves marks: those from tma on, but for packed, whose copies are asked for
-    in stages/common."""
-    return stage.name not in PACKED and any(file.name == NEEDED for file in source_files(stage.path))
+    """Whether a stage calls what leaves marks: those from tma on, but for the backward's packed, whose copies
+    are asked for in stages/common."""
+    return (stage.direction, stage.name) != ("bwd", "packed") and any(file.name == NEEDED for file in source_files(stage.path))
 
 
 def check_stages(stages: list[flash.Stage]) -> None:

@@ -22,7 +22,7 @@ __device__ __forceinline__ void store_L(const FwdParams& p, const float (&m)[2],
     const float sum = quad_sum(l[r]);
     inv_l[r] = sum == 0.f ? 0.f : __fdividef(dropout_scale(p), sum);     // 1 or more: the fast one will do
     if (lane % 4 == 0 && row < p.N_q)
-      p.L[(int64_t)bh * p.N_q + row] = sum == 0.f ? -INFINITY : LN_2 * (m[r] + log2f(sum));
+      p.L[(int64_t)bh * all_rows_of_L(p) + row] = sum == 0.f ? -INFINITY : LN_2 * (m[r] + log2f(sum));
   }
 }
 

@@ -1,4 +1,4 @@
-// Packed sequences and the copy engine. Introduced by: backward stage 39, packed.
+// Packed sequences and the copy engine. Introduced by: forward stage 33, packed.
 //
 // What lies past the end of a tensor's map comes as zeros, and is not stored. A packed sequence ends where
 // the next one begins, in the middle of the tensor. So here a map has the rows twice, as two dimensions with
@@ -12,88 +12,56 @@
 //
 // (Strides may be equal: the driver checks each by itself.)
 #pragma once
-#include "items.cuh"
-#include "ring_rows.cuh"
+#include "order.cuh"
 #include "sequences.cuh"
 
-#include <type_traits>
+// Where a box begins, along the dimensions row and batch
+struct Corner { int row, batch; };
 
-// An item, and p as it is for its sequence, but for tensors: their maps are those of all sequences. (Without
-// packed sequences an item of a batch element, and p itself.)
-struct InSequence {
-  Handed work;
-  std::conditional_t<VARLEN, BwdParams, const BwdParams&> p;
-  int heads_before = 0;                     // query heads of batch elements before
-  int first_q = 0, first_k = 0;             // the sequence's first rows,
-  int first_i;                              // and its first tile of Q in L, D and dQ_accum
+// A sequence's rows: the first one, and how many
+struct Rows {
+  int first, N;
 
-  __device__ __forceinline__ InSequence(const BwdParams& all, const Handed& work)
-      : work(work), p(all), first_i(tiles_of_Q_before(all, work.b)) {
-    if constexpr (VARLEN) enter_lengths(p);
-    else heads_before = work.b * p.H;
-  }
-
-  // Where a box begins that has the rows from `row` on: its row, as `tile`, its head, and b
-  template <int box_rows>
-  __device__ __forceinline__ Handed corner(int row, int N, int first, int head) const {
-    if (!VARLEN) return {{row}, work.b, head};
+  // Of a box with those from `row` on. b: the batch element, without packed sequences
+  __device__ __forceinline__ Corner corner(int row, int box_rows, int b) const {
     const int missing = max(row + box_rows - N, 0);
-    return {{missing}, first + row + box_rows - missing, head};
-  }
-  // Of K and V, or their gradients
-  template <int box_rows>
-  __device__ __forceinline__ Handed keys(int row) const {
-    return corner<box_rows>(row, p.N_k, first_k, work.h);
-  }
-
-  // Those of dQ; tile: bh Tr + i, without the sequences before
-  __device__ __forceinline__ float* sums(const Workspace& w, int tile) const {
-    return w.dQ_accum + int64_t(first_i + tile) * (BLOCK_R * HEAD_DIM);
-  }
-
-  // The producer's: ask for the item's tile of K or V; and for tile i of Q or dO, with a float for each row
-  template <class Rows>
-  __device__ __forceinline__ void fill_keys(const Rows& ring, const CUtensorMap& map, unsigned step) const {
-    const Handed at = keys<BLOCK_C>(work.tile * BLOCK_C);
-    ring.fill(map, step, at.tile, at.h, at.b);
-  }
-  template <class Rows>
-  __device__ __forceinline__ void fill_queries(const Rows& ring, const CUtensorMap& map, unsigned step, int i,
-                                               int head, float* floats, const float* from) const {
-    const Handed at = corner<BLOCK_R>(i * BLOCK_R, p.N_q, first_q, head);
-    fill(ring, map, step, at.tile, at.h, at.b, floats, from);
-  }
-
- private:
-  template <class Params>
-  __device__ __forceinline__ void enter_lengths(Params& p) {
-    first_q = p.cu_seqlens_q[work.b];
-    first_k = p.cu_seqlens_k[work.b];
-    p.N_q = p.cu_seqlens_q[work.b + 1] - first_q;
-    p.N_k = p.cu_seqlens_k[work.b + 1] - first_k;
-    #pragma unroll
-    for (int& n : p.mask.ints) n += p.N_k - p.N_q;
+    return VARLEN ? Corner{missing, first + row + box_rows - missing} : Corner{row, b};
   }
 };
+struct alignas(16) Sequence { Rows Q, K; };
 
-// The n-th item; or, if its tile has no rows, so that nothing is to be done, that of the next ticket. b and
-// tile are those of a sequence.
-// By one thread, which looks for it by halves.
+// Of packed sequences the b-th; else a batch element
 template <class Params>
-__device__ __forceinline__ Handed nth_in_sequence(const Params& p, const Items& items, int n, int* ticket) {
-  Handed work = items.nth(p, n);
+__device__ __forceinline__ Sequence nth_sequence(const Params& p, int b) {
+  if constexpr (!VARLEN) return {{0, p.N_q}, {0, p.N_k}};
+  else return {{p.cu_seqlens_q[b], p.cu_seqlens_q[b + 1] - p.cu_seqlens_q[b]},
+               {p.cu_seqlens_k[b], p.cu_seqlens_k[b + 1] - p.cu_seqlens_k[b]}};
+}
+
+// p as it is for a sequence, but for tensors, whose maps are those of all sequences
+template <class Params>
+__device__ __forceinline__ Params within(Params p, const Sequence& sequence) {
+  if (!VARLEN) return p;
+  p.N_q = sequence.Q.N, p.N_k = sequence.K.N;
+  p.L += sequence.Q.first;
+  #pragma unroll
+  for (int& n : p.mask.ints) n += p.N_k - p.N_q;
+  return p;
+}
+
+// Of all tiles of Q, or of K, it is `tile`: make it that of its sequence. Returns the sequence, or, without
+// packed ones, b. By one thread, which looks for it by halves.
+template <bool of_Q, class Params>
+__device__ __forceinline__ int enter_by_halves(const Params& p, int& tile, int b) {
   if constexpr (VARLEN) {
-    for (; work.tile >= 0; work = items.nth(p, next_item(ticket))) {
-      int b = 0;
-      for (int end = p.sequences; end - b > 1;) {
-        const int middle = (b + end) / 2;
-        if (tiles_before(p.cu_seqlens_k, middle, BLOCK_C) <= work.tile) b = middle;
-        else end = middle;
-      }
-      work.tile -= tiles_before(p.cu_seqlens_k, b, BLOCK_C);
-      work.b = b;
-      if (work.tile * BLOCK_C < p.cu_seqlens_k[b + 1] - p.cu_seqlens_k[b]) break;
+    const int* cu_seqlens = of_Q ? p.cu_seqlens_q : p.cu_seqlens_k;
+    constexpr int rows = of_Q ? BLOCK_R : BLOCK_C;
+    b = 0;
+    for (int end = p.sequences; end - b > 1;) {
+      const int middle = (b + end) / 2;
+      (tiles_before(cu_seqlens, middle, rows) <= tile ? b : end) = middle;
     }
+    tile -= tiles_before(cu_seqlens, b, rows);
   }
-  return work;
+  return b;
 }

@@ -1,0 +1,248 @@
+// Forward stage 33: packed
+// idea:    packed sequences: a map with the rows in two dimensions ends where a sequence does
+// types:   fp16, bf16
+// needs:   sm_90a
+// after:   hopper_tuned
+// takes:   dropout, sink, d_v, varlen
+// tiles:   Br=192 Bc=128; d > 64 or rows < 65536: Br=128 Bc=128; rows < 8192: Br=64 Bc=128;
+//          d > 128: Br=128 Bc=80; d > 128 and rows < 16384: Br=64 Bc=80
+// limits:  Br % 64 == 0; Br <= 192; Bc % 16 == 0; Bc <= 128
+// shared:  2 * ((3 if d <= 128 and Br * ((d + 63) // 64) <= 256 else 1) * Br + 4 * Bc)
+//          * ((d + 63) // 64 * 64) + 160
+// workspace: the number of tiles that blocks have asked for
+// hbm:     4 * B * H * (Tr * N_k * d + N_q * (d + 1))
+// predicted: 1.0x; with packed sequences 1.5x ampere_tuned's speed at d=64 and 128, which had them before
+//
+// Packed sequences (common/sequences.cuh) lie one behind the other. The copy engine knows where a tensor
+// ends, not where a sequence does: the last tile of one would bring rows of the next, and its rows of O would
+// be stored over the next one's. Zeros of P times those rows of V do not help, as they may hold infinities.
+// So hopper_tuned refuses packed sequences, and calls took ampere_tuned, without wgmma.
+//
+// Here a map has the rows in two dimensions, and a box begins so far along one of them that it ends where the
+// sequence does (common/packed.cuh). What is past that end comes as zeros, and is not stored. It costs the
+// producer some additions a tile. The rest is bookkeeping: a tile of Q is a tile of a sequence, which the
+// producer finds by halves, and hands over with the sequence's rows. (With those and 24 registers it spills:
+// so of 128 rows the consumers have 232, not 240.)
+//
+// HBM traffic without caches (hbm, above): as in hopper_tuned.
+// Stays because calls with packed sequences take it; others do not.
+//
+// Changed from hopper_tuned: maps, corners of boxes, and where a sequence's rows begin. A block draws its
+// next ticket before it asks for Q: if a tile has no rows, it goes on with that.
+#pragma once
+#include "common/both_rows.cuh"
+#include "common/drop.cuh"
+#include "common/epilogue.cuh"
+#include "common/launch.cuh"
+#include "common/mask.cuh"
+#include "common/mma.cuh"
+#include "common/packed.cuh"
+#include "common/ring.cuh"
+#include "common/store_panels.cuh"
+#include "common/tile16.cuh"
+#include "common/turns.cuh"
+#include "common/wgmma.cuh"
+
+constexpr int d = HEAD_DIM;
+constexpr int Br = BLOCK_R, Bc = BLOCK_C;
+constexpr int warps = Br / 16, threads = 32 * warps + 128;               // consumers; and the producer's
+constexpr int producer_registers = Br == 128 ? 40 : 32;
+constexpr int consumer_registers = Br < 128 ? 240 : Br == 128 ? 232 : 160;
+constexpr float slack = d > 64 ? 8.f : 0.f;                              // how far scores may pass m, base 2
+constexpr int pitch = panel * panels;      // elements in shared memory for a row of a tile
+constexpr bool seamless = d <= 128 && Br * pitch <= 128 * 128;    // two buffers of Q and one of O fit; else O
+constexpr int Q_buffers = seamless ? 2 : 1;                              // leaves through Q's
+constexpr int tile_rows = (seamless ? 3 : 1) * Br + 4 * Bc;              // in shared memory
+constexpr int half_cols = Bc % 32 == 0 ? Bc / 2 : Bc;                    // of a tile of S
+
+// How many tiles of Q blocks have asked for, after their first ones
+__global__ void clear_kernel(int* asked_for) { *asked_for = 0; }
+
+// Line numbers are those of Algorithm 1.
+__global__ void __launch_bounds__(threads, 1) forward_kernel(
+  FwdParams p, const __grid_constant__ CUtensorMap Q_map, const __grid_constant__ CUtensorMap K_map,
+  const __grid_constant__ CUtensorMap V_map, const __grid_constant__ CUtensorMap O_map, int heads_together) {
+  const int Tr = ceil_div(p.N_q, Br), heads = p.B * p.H, all = Tr * heads;         // lines 1, 2
+  const int warp = warp_index(), lane = threadIdx.x % 32;
+  const float c = exponent_scale(p.scale);
+
+  extern __shared__ __align__(1024) ELEMENT smem[];
+  uint64_t* barriers = reinterpret_cast<uint64_t*>(smem + tile_rows * pitch);
+  const Ring<Q_buffers, Br> Q_smem(smem, barriers);
+  const Ring<2, Bc> K_smem(smem + Q_buffers * Br * pitch, barriers + 4);
+  const Ring<2, Bc> V_smem(K_smem.tiles + 2 * Bc * pitch, K_smem.full + 4);
+  ELEMENT* O_smem = seamless ? V_smem.tiles + 2 * Bc * pitch : smem;      // Br x d, in panels
+  Handed* handed = reinterpret_cast<Handed*>(barriers + 12);              // for each buffer of Q_i
+  Sequence* sequences = reinterpret_cast<Sequence*>(handed + 2);          // likewise
+  Q_smem.init(warps);
+  K_smem.init(warps);
+  V_smem.init(warps);
+  __syncthreads();
+
+  if (warp >= warps) {                      // the producer
+    setmaxnreg_dec<producer_registers>();
+    if (threadIdx.x > 32 * warps) return;
+    int V_row = 0, V_head = 0, V_batch = 0;      // of the V before, which has not been asked for
+    for (int n = 0, step = 0, next = blockIdx.x;;) {                     // line 3
+      Q_smem.wait_until_empty(n);
+      if (next >= all) {                    // the consumers end, too
+        handed[n % Q_buffers] = {{-1}};
+        mbarrier_arrive(Q_smem.full + n % Q_buffers);
+        if (seamless && step > 0) V_smem.fill(V_map, step - 1, V_row, V_head, V_batch);
+        return;
+      }
+      const Work work = dispatch_order(Tr, heads, heads_together, next);
+      int i = Tr - 1 - work.tile;
+      const int b = enter_by_halves<true>(p, i, work.bh / p.H), h = work.bh % p.H, h_kv = h / (p.H / p.H_kv);
+      if (n == 0) wait_for_previous_kernel();                            // clear_kernel
+      next = all > gridDim.x ? gridDim.x + atomicAdd(static_cast<int*>(p.workspace), 1) : all;
+      const Sequence rows = nth_sequence(p, b);
+      if (i * Br >= rows.Q.N) continue;     // it has none
+      const auto tiles = Mask(within(p, rows), b, h).key_tiles(i);
+      handed[n % Q_buffers] = {{i, work.bh}, b, h};
+      sequences[n % Q_buffers] = rows;
+      const Corner Q_at = rows.Q.corner(i * Br, Br, b);
+      Q_smem.fill(Q_map, n++, Q_at.row, h, Q_at.batch);                  // line 4
+      for (int t = 0; t < max(tiles.end, 1); t++, step++) {              // line 7: K_j, then the V before
+        const Corner at = rows.K.corner(tiles[t] * Bc, Bc, b);
+        K_smem.fill(K_map, step, at.row, h_kv, at.batch);
+        if (seamless ? step > 0 : t > 0) V_smem.fill(V_map, step - 1, V_row, V_head, V_batch);
+        V_row = at.row, V_head = h_kv, V_batch = at.batch;
+      }
+      if (!seamless) V_smem.fill(V_map, step - 1, V_row, V_head, V_batch);
+    }
+  }
+  setmaxnreg_inc<consumer_registers>();     // the consumers
+
+  // What wgmma reads: this warpgroup's 64 rows of Q_i; K_j and V_j in buffer 0
+  const uint32_t Q_tile = matrix_at(Q_smem.tiles + warp / 4 * 64 * panel);
+  const uint32_t K_tile = matrix_at(K_smem.tiles), V_tile = matrix_at(V_smem.tiles, 128 * Bc);
+  const Turns<Br / 64> turns(warp / 4);
+
+  float S_reg[Bc / 8][4], O_reg[width / 8][4] = {};                      // line 5
+  uint32_t P_frag[Bc / 16][4];
+  auto multiply_S = [&](auto& S, unsigned step, unsigned n) {            // line 8: S_ij = Q_i K_j^T
+    wgmma_QK<width / 16>(S, Q_tile + Q_smem.offset(n), Br, K_tile + K_smem.offset(step), false, Bc);
+  };
+  auto multiply_O = [&](unsigned step) {                                 // line 10: + P~_ij V_j
+    V_smem.wait_until_full(step);
+    wgmma_PV(O_reg, P_frag, V_tile + V_smem.offset(step));
+  };
+
+  // m and l of this lane's two rows; l: the sum over its columns only, until the end
+  float m[2], l[2], inv_l[2], alpha[2], shift[2];
+  auto first_row = [&](const Work& work) { return work.tile * Br + 16 * warp; };   // of this warp
+  auto wait_for_Q = [&](unsigned n) {       // returns what came with it
+    Q_smem.wait_until_full(n);
+    const Handed work = lane == 0 ? handed[n % Q_buffers] : Handed{};
+    return Handed{{of_lane_0(work.tile), of_lane_0(work.bh)}, of_lane_0(work.b), of_lane_0(work.h)};
+  };
+  auto store = [&](const Handed& work) {
+    rescale(O_reg, inv_l);                                               // line 12
+    const Corner at = nth_sequence(p, work.b).Q.corner(first_row(work), 16, work.b);
+    store_panels(O_map, O_smem, O_reg, Br, 16 * warp, at.row, work.h, at.batch);
+    if (!seamless && lane == 0) bulk_wait_read<0>();
+  };
+  bool is_left = false;                     // P V of the last step of the tile before
+  Handed before = {}, work = wait_for_Q(0), next;
+  for (unsigned n = 0, step = 0, last = 0; work.tile >= 0; n++, before = work, work = next) {    // line 3
+    const int warp_row = first_row(work);
+    Sequence rows = sequences[n % Q_buffers];
+    rows.Q.N = of_lane_0(rows.Q.N);         // so ptxas sees that all lanes have the same: else C7511
+    rows.K.N = of_lane_0(rows.K.N);
+    const Mask mask(within(p, rows), work.b, work.h);
+    const auto tiles = mask.key_tiles(work.tile);
+    const int end = max(tiles.end, 1);
+    const auto needed = mask.needed<half_cols>(tiles, end, first_row(work) / 64 * 64 + 63);  // by 64 rows
+    for (int r = 0; r < 2; r++) m[r] = SINK ? LOG2_E * p.sink[work.h] : -INFINITY, l[r] = SINK && !(lane % 4);
+    auto maximum = [&](auto& S, int t) {                                 // line 9
+      const bool cut = t >= tiles.cut;
+      if (NEGATIVE_SCALE) for_each(S, [](float& x, int, int) { x = -x; });
+      if (cut || Mask::scores) mask_tile(S, mask, p.scale, warp_row, tiles[t] * Bc, cut);
+      maximum_step(S, m, alpha, shift, c, cut, slack);
+      if (t + 1 < needed.tiles) K_smem.wait_until_full(step + t + 1);
+    };
+    auto exponential = [&](auto& S, int t) {
+      exponentials(S, l, alpha, c, shift);
+      to_A(P_frag, S);
+      if (DROPOUT) drop(P_frag, mask, warp_row, tiles[t] * Bc);
+    };
+
+    K_smem.wait_until_full(step);
+    turns.wait();
+    multiply_S(S_reg, step, n);
+    if (is_left) {
+      multiply_O(last);
+      turns.end();
+      wgmma_wait<1>();
+      K_smem.release(step);
+      maximum(S_reg, 0);
+      wgmma_wait<0>();
+      V_smem.release(last);
+      store(before);
+      exponential(S_reg, 0);
+    } else {
+      turns.end();
+      wgmma_wait<0>();
+      K_smem.release(step);
+      maximum(S_reg, 0);
+      exponential(S_reg, 0);
+    }
+    for_each(O_reg, [](float& x, int, int) { x = 0.f; });                // line 5
+    auto step_of = [&](auto& S, int t) {
+      turns.wait();
+      multiply_S(S, step + t, n);
+      multiply_O(step + t - 1);
+      turns.end();
+      wgmma_wait<1>();
+      K_smem.release(step + t);
+      maximum(S, t);
+      wgmma_wait<0>();
+      V_smem.release(step + t - 1);
+      exponential(S, t);
+      if (slack == 0.f || __any_sync(0xffffffff, alpha[0] != 1.f || alpha[1] != 1.f))
+        rescale(O_reg, alpha);                                           // line 10
+    };
+    for (int t = 1; t < needed.tiles - needed.some_are_enough; t++) step_of(S_reg, t);         // line 6
+    if (needed.some_are_enough) step_of(first<half_cols / 8>(S_reg), needed.tiles - 1);        // line 11
+    last = step + needed.tiles - 1;
+    if (needed.tiles < end) {                     // this warpgroup's rows see nothing of the last tile
+      turns.skip();
+      K_smem.pass(last + 1);
+      V_smem.pass(last + 1);
+    }
+    step += end;
+    store_L(within(p, rows), m, l, inv_l, work.bh, warp_row);            // lines 13, 15
+    if (seamless) next = wait_for_Q(n + 1);
+    is_left = seamless && next.tile >= 0;
+    if (!is_left) {
+      multiply_O(last);
+      wgmma_wait<0>();
+      V_smem.release(last);
+      store(work);
+    }
+    Q_smem.release(n);
+    if (!seamless) next = wait_for_Q(n + 1);
+  }
+  if (lane == 0) bulk_wait<0>();
+  turns.end_all();
+}
+
+size_t workspace_bytes(const FwdParams&) { return sizeof(int); }
+
+cudaError_t launch(const FwdParams& p, cudaStream_t stream) {
+  CUtensorMap Q_map, K_map, V_map, O_map;
+  cudaError_t error = make_tensor_map(Q_map, p.Q, p.B, p.H, p.N_q, d, Br);
+  if (error == cudaSuccess) error = make_tensor_map(K_map, p.K, p.B, p.H_kv, p.N_k, d, Bc);
+  if (error == cudaSuccess) error = make_tensor_map(V_map, p.V, p.B, p.H_kv, p.N_k, d_v, Bc);
+  if (error == cudaSuccess) error = make_tensor_map(O_map, p.O, p.B, p.H, p.N_q, d_v, 16);
+  if (error != cudaSuccess) return error;
+  const size_t bytes = sizeof(ELEMENT) * tile_rows * pitch + 20 * sizeof(uint64_t);
+  allow_shared_memory(forward_kernel, bytes);
+  const int tiles = p.B * p.H * ceil_div(p.N_q, Br), blocks = min(tiles, multiprocessors());
+  if (blocks < tiles) clear_kernel<<<1, 1, 0, stream>>>(static_cast<int*>(p.workspace));
+  const int heads_together = Mask::all_keys ? 1 : heads_in_L2(p.B * p.H, p.N_k, 2 * d, p.H / p.H_kv);
+  cudaLaunchKernelEx(EarlyLaunch(blocks, threads, bytes, stream, blocks < tiles), forward_kernel, p, Q_map,
+                     K_map, V_map, O_map, heads_together);
+  return cudaGetLastError();
+}
