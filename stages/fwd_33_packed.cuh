@@ -221,6 +221,7 @@ __global__ void __launch_bounds__(threads, 1) forward_kernel(
       V_smem.release(last);
       store(work);
     }
+    __syncwarp();                           // all lanes have read the sequence's rows
     Q_smem.release(n);
     if (!seamless) next = wait_for_Q(n + 1);
   }

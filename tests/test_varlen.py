@@ -240,11 +240,13 @@ def test_dropout_a_sink_and_d_v(monkeypatch):
 
 # ------------------------------------------------------------------------------------------ around it
 @pytest.mark.skipif(not flash.can_inspect(), reason=str(flash.can_inspect()))
-def test_the_checker_finds_nothing():
+@pytest.mark.parametrize("stage", ["ampere_tuned", "packed"])
+def test_the_checker_finds_nothing(stage):
     """With a workspace between red zones, and all rows counted."""
     x = Packed([(33, 40), (0, 3), (70, 20)], 2, 1, 32, "cpu")
+    tiles = TILES | {"Br_bwd": 64} if stage == "packed" else TILES
     with flash.inspect() as report:
-        x.call(causal=True, **TILES)
+        x.call(causal=True, stage=stage, backward=stage, **tiles)
     assert not report.findings, report.findings
     pairs = sum(max(0, k - q + row + 1) for q, k in ((33, 40), (70, 20)) for row in range(q))
     assert report.flops == (4 + 10) * 32 * 2 * pairs
