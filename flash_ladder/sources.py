@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import os
 import re
 from pathlib import Path
 
@@ -36,14 +38,25 @@ def line_of(path: Path, field: str) -> str:
 
 def source_files(*files: Path) -> list[Path]:
     """These files and all that they include by #include "...", each once."""
-    found: list[Path] = []
+    found: dict[Path, None] = {}
     waiting = list(files)
-    while waiting:
-        file = waiting.pop(0)
+    for file in waiting:  # it grows
         if file in found:
             continue
-        found.append(file)
-        for name in re.findall(r'^\s*#\s*include\s*"([^"]+)"', read_source(file), re.M):
-            places = (folder / name for folder in (file.parent, ROOT, STAGES))
-            waiting += [place.resolve() for place in places if place.is_file()][:1]
-    return found
+        found[file] = None
+        status = file.stat()
+        for name in _included(file, status.st_ino, status.st_size, status.st_mtime_ns):
+            places = (os.path.join(folder, name) for folder in (file.parent, ROOT, STAGES))
+            waiting += [_resolved(place) for place in places if os.path.isfile(place)][:1]
+    return list(found)
+
+
+@functools.lru_cache(1024)
+def _included(file: Path, *status: int) -> list[str]:
+    """The names that a file includes, as it was when it had this status."""
+    return re.findall(r'^\s*#\s*include\s*"([^"]+)"', read_source(file), re.M)
+
+
+@functools.lru_cache(4096)
+def _resolved(place: str) -> Path:
+    return Path(place).resolve()

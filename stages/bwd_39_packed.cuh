@@ -232,10 +232,9 @@ __global__ void __launch_bounds__(threads, 1) backward_kernel(
     } else {                                // line 18; where other warps may have had dQ, too
       if (threadIdx.x % 32 == 0) bulk_wait_read<0>();
       if (dQ_warps < warps) named_barrier_sync(3, 32 * warps);
-      const Corner at = done.rows.K.corner(first_row, 16, done.work.b);
-      const Handed box = {{}, at.batch, done.work.h};
-      store_staged<room>(dK_map, staging, dK_reg, scale_of_dS(p), at.row, box, first_col, from_col);
-      store_staged<room>(dV_map, staging + behind_dK, dV_reg, dropout_scale(p), at.row, box, first_col,
+      const Handed at = done.box_of_keys(first_row, 16);
+      store_staged<room>(dK_map, staging, dK_reg, scale_of_dS(p), at.tile, at, first_col, from_col);
+      store_staged<room>(dV_map, staging + behind_dK, dV_reg, dropout_scale(p), at.tile, at, first_col,
                          from_col);
     }
     if (dQ_warps < warps && threadIdx.x % 32 == 0) bulk_wait_read<0>();  // before they need it again

@@ -21,14 +21,16 @@
 // Here a map has the rows in two dimensions, and a box begins so far along one of them that it ends where the
 // sequence does (common/packed.cuh). What is past that end comes as zeros, and is not stored. It costs the
 // producer some additions a tile. The rest is bookkeeping: a tile of Q is a tile of a sequence, which the
-// producer finds by halves, and hands over with the sequence's rows. (With those and 24 registers it spills:
-// so of 128 rows the consumers have 232, not 240.)
+// producer finds by halves, and hands over with the sequence's rows; if a tile has none, it draws the next
+// ticket. (With 24 registers it spills: so of 128 rows the consumers have 232, not 240. What they do not know
+// to be the same in all lanes costs them more: ptxas serialises products, C7511. It still does without packed
+// sequences, at d=128, causal; but no call takes that.)
 //
 // HBM traffic without caches (hbm, above): as in hopper_tuned.
 // Stays because calls with packed sequences take it; others do not.
 //
 // Changed from hopper_tuned: maps, corners of boxes, and where a sequence's rows begin. A block draws its
-// next ticket before it asks for Q: if a tile has no rows, it goes on with that.
+// next ticket before it asks for Q.
 #pragma once
 #include "common/both_rows.cuh"
 #include "common/drop.cuh"
@@ -46,8 +48,7 @@
 constexpr int d = HEAD_DIM;
 constexpr int Br = BLOCK_R, Bc = BLOCK_C;
 constexpr int warps = Br / 16, threads = 32 * warps + 128;               // consumers; and the producer's
-constexpr int producer_registers = Br == 128 ? 40 : 32;
-constexpr int consumer_registers = Br < 128 ? 240 : Br == 128 ? 232 : 160;
+constexpr int producer_registers = Br == 128 ? 40 : 32, consumer_registers = Br <= 128 ? 232 : 160;
 constexpr float slack = d > 64 ? 8.f : 0.f;                              // how far scores may pass m, base 2
 constexpr int pitch = panel * panels;      // elements in shared memory for a row of a tile
 constexpr bool seamless = d <= 128 && Br * pitch <= 128 * 128;    // two buffers of Q and one of O fit; else O
@@ -72,8 +73,7 @@ __global__ void __launch_bounds__(threads, 1) forward_kernel(
   const Ring<2, Bc> K_smem(smem + Q_buffers * Br * pitch, barriers + 4);
   const Ring<2, Bc> V_smem(K_smem.tiles + 2 * Bc * pitch, K_smem.full + 4);
   ELEMENT* O_smem = seamless ? V_smem.tiles + 2 * Bc * pitch : smem;      // Br x d, in panels
-  Handed* handed = reinterpret_cast<Handed*>(barriers + 12);              // for each buffer of Q_i
-  Sequence* sequences = reinterpret_cast<Sequence*>(handed + 2);          // likewise
+  HandedTile* handed = reinterpret_cast<HandedTile*>(barriers + 12);      // for each buffer of Q_i
   Q_smem.init(warps);
   K_smem.init(warps);
   V_smem.init(warps);
@@ -83,28 +83,20 @@ __global__ void __launch_bounds__(threads, 1) forward_kernel(
     setmaxnreg_dec<producer_registers>();
     if (threadIdx.x > 32 * warps) return;
     int V_row = 0, V_head = 0, V_batch = 0;      // of the V before, which has not been asked for
-    for (int n = 0, step = 0, next = blockIdx.x;;) {                     // line 3
+    for (int n = 0, step = 0, next = blockIdx.x;; n++) {                 // line 3
       Q_smem.wait_until_empty(n);
-      if (next >= all) {                    // the consumers end, too
-        handed[n % Q_buffers] = {{-1}};
+      const HandedTile work = handed[n % Q_buffers] = next_tile_of_Q(p, Tr, heads, heads_together, all, next);
+      if (work.tile < 0) {                  // the consumers end, too
         mbarrier_arrive(Q_smem.full + n % Q_buffers);
         if (seamless && step > 0) V_smem.fill(V_map, step - 1, V_row, V_head, V_batch);
         return;
       }
-      const Work work = dispatch_order(Tr, heads, heads_together, next);
-      int i = Tr - 1 - work.tile;
-      const int b = enter_by_halves<true>(p, i, work.bh / p.H), h = work.bh % p.H, h_kv = h / (p.H / p.H_kv);
-      if (n == 0) wait_for_previous_kernel();                            // clear_kernel
-      next = all > gridDim.x ? gridDim.x + atomicAdd(static_cast<int*>(p.workspace), 1) : all;
-      const Sequence rows = nth_sequence(p, b);
-      if (i * Br >= rows.Q.N) continue;     // it has none
-      const auto tiles = Mask(within(p, rows), b, h).key_tiles(i);
-      handed[n % Q_buffers] = {{i, work.bh}, b, h};
-      sequences[n % Q_buffers] = rows;
-      const Corner Q_at = rows.Q.corner(i * Br, Br, b);
-      Q_smem.fill(Q_map, n++, Q_at.row, h, Q_at.batch);                  // line 4
+      const int i = work.tile, b = work.b, h = work.h, h_kv = h / (p.H / p.H_kv);
+      const auto tiles = Mask(within(p, work.rows), b, h).key_tiles(i);
+      const Corner Q_at = work.rows.Q.corner(i * Br, Br, b);
+      Q_smem.fill(Q_map, n, Q_at.row, h, Q_at.batch);                    // line 4
       for (int t = 0; t < max(tiles.end, 1); t++, step++) {              // line 7: K_j, then the V before
-        const Corner at = rows.K.corner(tiles[t] * Bc, Bc, b);
+        const Corner at = work.rows.K.corner(tiles[t] * Bc, Bc, b);
         K_smem.fill(K_map, step, at.row, h_kv, at.batch);
         if (seamless ? step > 0 : t > 0) V_smem.fill(V_map, step - 1, V_row, V_head, V_batch);
         V_row = at.row, V_head = h_kv, V_batch = at.batch;
@@ -134,7 +126,7 @@ __global__ void __launch_bounds__(threads, 1) forward_kernel(
   auto first_row = [&](const Work& work) { return work.tile * Br + 16 * warp; };   // of this warp
   auto wait_for_Q = [&](unsigned n) {       // returns what came with it
     Q_smem.wait_until_full(n);
-    const Handed work = lane == 0 ? handed[n % Q_buffers] : Handed{};
+    const Handed work = lane == 0 ? handed[n % Q_buffers] : HandedTile{};
     return Handed{{of_lane_0(work.tile), of_lane_0(work.bh)}, of_lane_0(work.b), of_lane_0(work.h)};
   };
   auto store = [&](const Handed& work) {
@@ -147,14 +139,12 @@ __global__ void __launch_bounds__(threads, 1) forward_kernel(
   Handed before = {}, work = wait_for_Q(0), next;
   for (unsigned n = 0, step = 0, last = 0; work.tile >= 0; n++, before = work, work = next) {    // line 3
     const int warp_row = first_row(work);
-    Sequence rows = sequences[n % Q_buffers];
-    rows.Q.N = of_lane_0(rows.Q.N);         // so ptxas sees that all lanes have the same: else C7511
-    rows.K.N = of_lane_0(rows.K.N);
+    const Sequence rows = of_lane_0(handed[n % Q_buffers].rows);
     const Mask mask(within(p, rows), work.b, work.h);
     const auto tiles = mask.key_tiles(work.tile);
     const int end = max(tiles.end, 1);
     const auto needed = mask.needed<half_cols>(tiles, end, first_row(work) / 64 * 64 + 63);  // by 64 rows
-    for (int r = 0; r < 2; r++) m[r] = SINK ? LOG2_E * p.sink[work.h] : -INFINITY, l[r] = SINK && !(lane % 4);
+    for (int r: {0, 1}) m[r] = SINK ? LOG2_E * __ldg(p.sink + work.h) : -INFINITY, l[r] = SINK && !(lane % 4);
     auto maximum = [&](auto& S, int t) {                                 // line 9
       const bool cut = t >= tiles.cut;
       if (NEGATIVE_SCALE) for_each(S, [](float& x, int, int) { x = -x; });
@@ -165,7 +155,7 @@ __global__ void __launch_bounds__(threads, 1) forward_kernel(
     auto exponential = [&](auto& S, int t) {
       exponentials(S, l, alpha, c, shift);
       to_A(P_frag, S);
-      if (DROPOUT) drop(P_frag, mask, warp_row, tiles[t] * Bc);
+      if (DROPOUT) drop(P_frag, Mask(p, work.b, work.h), warp_row, tiles[t] * Bc);
     };
 
     K_smem.wait_until_full(step);

@@ -1,6 +1,7 @@
 """The examples, at their smallest; and what train_gpt.py promises: the same curve after an interruption, a
 table that agrees, errors that help."""
 
+import functools
 import importlib.util
 import io
 import json
@@ -217,9 +218,10 @@ def test_the_host_does_not_wait(train_gpt, monkeypatch, model, options):
         assert reads.count == len(result.losses) + shown
 
 
-@pytest.mark.slow
-def test_compiled(train_gpt, tmp_path):
-    """By inductor; fullgraph=True refuses a graph break. The curve is eager mode's."""
+def test_compiled(train_gpt, tmp_path, monkeypatch):
+    """fullgraph=True refuses a graph break. The curve is eager mode's. (Not by inductor, which compiles for
+    minutes: test_autograd.py has that.)"""
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
     run = [*SMALL, "--steps", "3", "--out", str(tmp_path)]
     compiled, eager = (train_gpt.main([*run, *more])[0].losses for more in (["--compile"], []))
     assert compiled == pytest.approx(eager, rel=1e-4)

@@ -41,27 +41,32 @@ __device__ __forceinline__ Sequence nth_sequence(const Params& p, int b) {
 // p as it is for a sequence, but for tensors, whose maps are those of all sequences
 template <class Params>
 __device__ __forceinline__ Params within(Params p, const Sequence& sequence) {
-  if (!VARLEN) return p;
   p.N_q = sequence.Q.N, p.N_k = sequence.K.N;
   p.L += sequence.Q.first;
-  #pragma unroll
-  for (int& n : p.mask.ints) n += p.N_k - p.N_q;
+  for (int& n : p.mask.ints) n += VARLEN ? p.N_k - p.N_q : 0;
   return p;
 }
 
-// Of all tiles of Q, or of K, it is `tile`: make it that of its sequence. Returns the sequence, or, without
-// packed ones, b. By one thread, which looks for it by halves.
-template <bool of_Q, class Params>
-__device__ __forceinline__ int enter_by_halves(const Params& p, int& tile, int b) {
-  if constexpr (VARLEN) {
-    const int* cu_seqlens = of_Q ? p.cu_seqlens_q : p.cu_seqlens_k;
-    constexpr int rows = of_Q ? BLOCK_R : BLOCK_C;
-    b = 0;
-    for (int end = p.sequences; end - b > 1;) {
-      const int middle = (b + end) / 2;
-      (tiles_before(cu_seqlens, middle, rows) <= tile ? b : end) = middle;
-    }
-    tile -= tiles_before(cu_seqlens, b, rows);
+// A tile of Q, as the producer hands it over: of which sequence, and which of its tiles
+struct HandedTile : Handed { Sequence rows; };
+
+// The next one that has rows, of those that a block takes; tile is -1 if none is left. By one thread.
+template <class Params>
+__device__ __forceinline__ HandedTile next_tile_of_Q(const Params& p, int Tr, int heads, int heads_together,
+                                                     int all, int& next) {
+  while (next < all) {
+    const Work work = dispatch_order(Tr, heads, heads_together, next);
+    int i = Tr - 1 - work.tile, b = work.bh / p.H;
+    if constexpr (VARLEN) b = enter_by_halves(p.cu_seqlens_q, p.sequences, BLOCK_R, i);
+    wait_for_previous_kernel();             // it clears the tickets
+    next = all > gridDim.x ? gridDim.x + atomicAdd(static_cast<int*>(p.workspace), 1) : all;
+    const Sequence rows = nth_sequence(p, b);
+    if (i * BLOCK_R < rows.Q.N) return {{{i, work.bh}, b, work.bh % p.H}, rows};
   }
-  return b;
+  return {{{-1}}};
+}
+
+// The consumers': what a warp has read, so that ptxas sees that all lanes go through the same tiles (C7511)
+__device__ __forceinline__ Sequence of_lane_0(const Sequence& rows) {
+  return {rows.Q, {rows.K.first, of_lane_0(rows.K.N)}};
 }

@@ -21,6 +21,12 @@ struct ItemInSequence {
     return w.dQ_accum + int64_t(first_i + tile) * (BLOCK_R * HEAD_DIM);
   }
 
+  // Where a box of keys begins, of dK or dV: its row, as `tile`, its head, and its batch, as b
+  __device__ __forceinline__ Handed box_of_keys(int row, int box_rows) const {
+    const Corner at = rows.K.corner(row, box_rows, work.b);
+    return {{at.row}, at.batch, work.h};
+  }
+
   // The producer's: ask for the item's tile of K or V; and for tile i of Q or dO, with a float for each row
   template <class Ring>
   __device__ __forceinline__ void fill_keys(const Ring& ring, const CUtensorMap& map, unsigned step) const {
@@ -37,11 +43,11 @@ struct ItemInSequence {
 
 // The n-th item; or, if its tile has no rows, so that nothing is to be done, that of the next ticket. b and
 // tile are those of a sequence. By one thread.
-__device__ __forceinline__ Handed nth_in_sequence(const BwdParams& p, const Items& items, int n,
-                                                  int* ticket) {
+template <class Params>
+__device__ __forceinline__ Handed nth_in_sequence(const Params& p, const Items& items, int n, int* ticket) {
   Handed work = items.nth(p, n);
   for (; work.tile >= 0; work = items.nth(p, next_item(ticket))) {
-    work.b = enter_by_halves<false>(p, work.tile, work.b);
+    if constexpr (VARLEN) work.b = enter_by_halves(p.cu_seqlens_k, p.sequences, BLOCK_C, work.tile);
     if (work.tile * BLOCK_C < nth_sequence(p, work.b).K.N) break;
   }
   return work;

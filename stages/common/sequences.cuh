@@ -38,6 +38,17 @@ __device__ __forceinline__ int sequence_of(int tile, const int* cu_seqlens, int 
   return b;
 }
 
+// The same by one thread, by halves; and `tile` becomes that of its sequence.
+__device__ __forceinline__ int enter_by_halves(const int* cu_seqlens, int sequences, int rows, int& tile) {
+  int b = 0;
+  for (int end = sequences; end - b > 1;) {
+    const int middle = (b + end) / 2;
+    (tiles_before(cu_seqlens, middle, rows) <= tile ? b : end) = middle;
+  }
+  tile -= tiles_before(cu_seqlens, b, rows);
+  return b;
+}
+
 // Of all tiles it is `tile`: make it that of its sequence, b and p those of the sequence. Returns whether it
 // has rows. All lanes of a warp call it together.
 template <class Params>
