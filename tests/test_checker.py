@@ -775,7 +775,8 @@ def test_no_finding_in_a_correct_stage(monkeypatch, stage, shape):
 
 @pytest.mark.parametrize("stage, seed, copies", [
     (name, *schedule) for name, stage in BACKWARD.items()
-    for schedule in (SCHEDULES if stage.default else [SCHEDULES[stage.number % len(SCHEDULES)]])])
+    for schedule in (SCHEDULES[stage.number % 2::2] if stage.default
+                     else [SCHEDULES[stage.number % len(SCHEDULES)]])])
 def test_no_finding_in_a_correct_backward_stage(monkeypatch, stage, seed, copies):
     """With small tiles, gaps and a mask; with middling ones, fewer keys than queries, and the last type."""
     set_schedule(monkeypatch, seed, copies)
@@ -788,7 +789,8 @@ def test_no_finding_in_a_correct_backward_stage(monkeypatch, stage, seed, copies
         assert inspected_backward(stage, q, k, v, **middling).findings == []
 
 
-@pytest.mark.parametrize("stage", BY_NAME)
+@pytest.mark.parametrize("stage", [name for name, stage in BY_NAME.items()
+                                   if is_end(stage) or stage.number % 3 == 0])
 def test_no_finding_with_gaps_and_repeated_heads(stage):
     """Strided tensors keep their meaning in the checker's copies."""
     dtype = BY_NAME[stage].dtypes[0]

@@ -180,9 +180,11 @@ def test_many_heads(stage, device):
 
 @pytest.mark.parametrize("stage, dtype", KINDS)
 def test_scale_and_large_scores(stage, dtype, device):
-    """Scores of some +-1000: exp of them overflows without the maximum; and a negative and a zero scale."""
+    """Scores of some +-1000: exp of them overflows without the maximum; and a zero and a negative scale, which
+    is compiled for itself: of every other rung in the middle."""
     q, k, v = random_qkv(1, 2, 2, 70, 90, columns_of(stage), device, dtype)
-    for scale in (30.0, -0.2, 0.0):
+    others = (-0.2, 0.0) if is_end(BY_NAME[stage]) or BY_NAME[stage].number % 2 else (0.0,)
+    for scale in (30.0, *others):
         o, lse, diagonal = run(stage, q, k, v, "bottom", scale=scale)
         check(o, lse, q, k, v, diagonal, scale)
 
@@ -220,9 +222,10 @@ def test_bit_identical_every_run(stage, device, monkeypatch):
         assert torch.equal(first[0], again[0]) and torch.equal(first[1], again[1])
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("stage", [s for s in STAGES if is_end(BY_NAME[s]) or BY_NAME[s].number % 3])
 def test_tile_sizes(stage, device):
-    """Other tiles, the same result; in the middle of a branch the smallest or the largest, by turns."""
+    """Other tiles, the same result; in the middle of a branch, of two stages of three, the smallest or the
+    largest, by turns."""
     q, k, v = random_for(stage, 1, 2, 1, 75, 90, 64, device)
     found = tile_sizes(BY_NAME[stage], 64)
     for tiles in found if is_end(BY_NAME[stage]) else [found[-(BY_NAME[stage].number % 2)]]:

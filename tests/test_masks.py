@@ -209,12 +209,13 @@ BY_HEAD = ("additive", "relative_bias", "softcap_and_causal_and_alibi")
 
 
 def some_of(stage) -> list[str]:
-    """What it takes in the simulator; a stage that calls take on no GPU every other one."""
+    """What it takes in the simulator; a stage that calls take on no GPU, or some calls only, every other
+    one."""
     if stage.refuses:
         return ["softcap", *(name for name in SOME if name not in BY_HEAD)]
     if f"{stage.direction} {stage.name}" in ALL_MASKS:
         return NAMES
-    return list(SOME) if stage.default else list(SOME[stage.number % 2::2])
+    return list(SOME) if stage.default and not stage.calls else list(SOME[stage.number % 2::2])
 
 
 @pytest.mark.parametrize("stage, name, device", [

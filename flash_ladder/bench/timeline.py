@@ -49,7 +49,8 @@ SPARSE = ("Marks where products are under way cost too much, and are left out: a
 def has_marks(stage: flash.Stage) -> bool:
     """Whether a stage calls what leaves marks: those from tma on, but for the backward's packed, whose copies
     are asked for in stages/common."""
-    return (stage.direction, stage.name) != ("bwd", "packed") and any(file.name == NEEDED for file in source_files(stage.path))
+    includes = any(file.name == NEEDED for file in source_files(stage.path))
+    return includes and (stage.direction, stage.name) != ("bwd", "packed")
 
 
 def check_stages(stages: list[flash.Stage]) -> None:
