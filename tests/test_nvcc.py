@@ -183,6 +183,7 @@ def test_compiles_for_every_gpu(stage, architecture, tmp_path):
 
 # Spilled with packed sequences on sm_90a, as the headers say, in bytes at most
 SPILLED_VARLEN = {("fwd", "ampere_tuned", 64): 16, ("fwd", "ampere_tuned", 128): 16,
+                  ("fwd", "packed", 64): 0, ("fwd", "packed", 128): 0,
                   ("bwd", "ampere_tuned", 64): 0, ("bwd", "ampere_tuned", 128): 192,
                   ("bwd", "packed", 64): 20, ("bwd", "packed", 128): 20}
 
@@ -191,7 +192,8 @@ SPILLED_VARLEN = {("fwd", "ampere_tuned", 64): 16, ("fwd", "ampere_tuned", 128):
 @pytest.mark.parametrize("stage", [s for s in flash.stages() if "varlen" in s.takes],
                          ids=lambda s: s.path.stem)
 def test_packed_sequences_spill_little(stage, tmp_path):
-    for d, causal in ((64, True), (128, False)):
+    more = [(128, True)] * ((stage.direction, stage.name) == ("fwd", "packed"))      # registers are short
+    for d, causal in ((64, True), (128, False), *more):
         report = compile_stage(stage, "sm_90a", d, causal, tmp_path, varlen=True)
         spilled = max(map(int, re.findall(r"(\d+) bytes spill (?:stores|loads)", report)))
         assert spilled <= SPILLED_VARLEN[stage.direction, stage.name, d], report
