@@ -352,6 +352,16 @@ def test_the_one_shape_has_as_much_work():
     assert B * N == pytest.approx(sum(lengths), rel=0.01)
 
 
+def test_the_same_kernel_on_one_shape(monkeypatch):
+    """On Hopper the parent of packed, which is that kernel without packed sequences."""
+    case = varlen.Case([9, 7], 2, 1, 64, True, torch.bfloat16, "cpu")
+    assert case.of_one_shape() == case.stages() == STAGES
+    packed = {argument: flash.find_stage("packed", torch.bfloat16, torch.device("cpu"), direction)
+              for argument, direction in (("stage", "fwd"), ("backward", "bwd"))}
+    monkeypatch.setattr(varlen.Case, "stages", lambda self: packed)
+    assert case.of_one_shape() == {"stage": "hopper_tuned", "backward": "hopper_tuned"}
+
+
 def test_bench(tmp_path, capsys):
     assert modes.main(["--varlen", "--peers", "document,flex", "--heads", "2:1", "--out", str(tmp_path)]) == 0
     rows = json.loads((tmp_path / "varlen.json").read_text())["rows"]

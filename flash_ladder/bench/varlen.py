@@ -16,6 +16,7 @@ import torch
 import flash
 
 from ..flops import flops_of_pair
+from ..grid import PACKED
 from .measuring import failure, milliseconds, origin
 from .peers import NO_GPU, compiled_flex
 from .report import PASSES, number
@@ -77,6 +78,11 @@ class Case:
                                            deterministic, self.d, needs=("varlen",))
                 for argument, direction in (("stage", "fwd"), ("backward", "bwd"))}
 
+    def of_one_shape(self) -> dict[str, Any]:
+        """The same kernels without packed sequences: packed's are its parent's."""
+        return {argument: stage.after if stage.name in PACKED else stage
+                for argument, stage in self.stages().items()}
+
     def flops(self, direction: str, name: str) -> int:
         B, N = one_shape(self.lengths)
         lengths = [N] * B if name == "one" else self.lengths
@@ -96,7 +102,7 @@ class Case:
             return lambda q, k, v: flash.attention_varlen(
                 q, k, v, self.starts, causal=causal, deterministic=name == "deterministic")
         if name == "one":
-            return lambda q, k, v: flash.attention(q, k, v, causal=causal, **self.stages())
+            return lambda q, k, v: flash.attention(q, k, v, causal=causal, **self.of_one_shape())
         if name == "document":
             mask = flash.masks.document(self.ids)
             return lambda q, k, v: flash.attention(q, k, v, causal=causal, mask=mask)
