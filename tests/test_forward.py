@@ -180,8 +180,8 @@ def test_many_heads(stage, device):
 
 @pytest.mark.parametrize("stage, dtype", KINDS)
 def test_scale_and_large_scores(stage, dtype, device):
-    """Scores of some +-1000: exp of them overflows without the maximum; and a zero and a negative scale, which
-    is compiled for itself: of every other rung in the middle."""
+    """Scores of some +-1000: exp of them overflows without the maximum; and a zero scale, and a negative one,
+    which is compiled for itself: of every other rung in the middle."""
     q, k, v = random_qkv(1, 2, 2, 70, 90, columns_of(stage), device, dtype)
     others = (-0.2, 0.0) if is_end(BY_NAME[stage]) or BY_NAME[stage].number % 2 else (0.0,)
     for scale in (30.0, *others):
