@@ -95,9 +95,10 @@ MUTANTS = [
     *((stage, "K in V's map", r"\(V_map, p\.V,", "(V_map, p.K,") for stage in BY_TMA),
     *((stage, "V of Q's head", r"(load_panels\(V_smem.*|V_smem\.fill.*), h_kv, b\)|V_head = h_kv",
        lambda m: f"{m[1]}, h, b)" if m[1] else "V_head = h") for stage in BY_TMA),
-    *((stage, "K of Q's head", r"((load_panels\(K_smem|K_smem\.fill).*), h_kv, b\)", r"\1, h, b)")
+    *((stage, "K of Q's head", r"((load_panels\(K_smem|K_smem\.fill).*), h_kv, (b|at\.batch)\)",
+       r"\1, h, \3)")
       for stage in BY_TMA),
-    *((stage, "O of another head", r"work\.h, work\.b\)", "(work.h + 1) % p.H, work.b)")
+    *((stage, "O of another head", r"work\.h, (work\.b|at\.batch)\)", r"(work.h + 1) % p.H, \1)")
       for stage in STORED_BY_TMA),
     ("naive", "O past its end", r"row >= p.N_q \|\| k >= d", "k >= d"),
     ("tiled", "O past its end", r"row < p.N_q && k < d", "k < d"),
