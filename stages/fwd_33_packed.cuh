@@ -27,7 +27,7 @@
 // sequences, at d=128, causal; but no call takes that.)
 //
 // HBM traffic without caches (hbm, above): as in hopper_tuned.
-// Stays because calls with packed sequences take it; others do not.
+// Stays because calls with packed sequences take it; others do not. (Not timed on a GPU yet.)
 //
 // Changed from hopper_tuned: maps, corners of boxes, and where a sequence's rows begin. A block draws its
 // next ticket before it asks for Q.
