@@ -22,9 +22,9 @@
 // sequence does (common/packed.cuh). What is past that end comes as zeros, and is not stored. It costs the
 // producer some additions a tile. The rest is bookkeeping: a tile of Q is a tile of a sequence, which the
 // producer finds by halves, and hands over with the sequence's rows; if a tile has none, it draws the next
-// ticket. (With 24 registers it spills: so of 128 rows the consumers have 232, not 240. What they do not know
-// to be the same in all lanes costs them more: ptxas serialises products, C7511. It still does without packed
-// sequences, at d=128, causal; but no call takes that.)
+// ticket. (With 24 registers it spills: so of 128 rows the consumers have 232, not 240. Lengths that ptxas
+// does not know to be the same in all lanes take too many of those: it serialises the products, C7511. So it
+// does without packed sequences at d=128, causal; but no call takes that.)
 //
 // HBM traffic without caches (hbm, above): as in hopper_tuned.
 // Stays because calls with packed sequences take it; others do not. (Not timed on a GPU yet.)
@@ -144,6 +144,7 @@ __global__ void __launch_bounds__(threads, 1) forward_kernel(
     const auto tiles = mask.key_tiles(work.tile);
     const int end = max(tiles.end, 1);
     const auto needed = mask.needed<half_cols>(tiles, end, first_row(work) / 64 * 64 + 63);  // by 64 rows
+    // (__ldg here, and in drop() a mask that knows no lengths: so registers suffice, else C7511)
     for (int r: {0, 1}) m[r] = SINK ? LOG2_E * __ldg(p.sink + work.h) : -INFINITY, l[r] = SINK && !(lane % 4);
     auto maximum = [&](auto& S, int t) {                                 // line 9
       const bool cut = t >= tiles.cut;

@@ -218,6 +218,7 @@ def test_the_host_does_not_wait(train_gpt, monkeypatch, model, options):
         assert reads.count == len(result.losses) + shown
 
 
+@pytest.mark.slow
 def test_compiled(train_gpt, tmp_path, monkeypatch):
     """fullgraph=True refuses a graph break. The curve is eager mode's. (Not by inductor, which compiles for
     minutes: test_autograd.py has that.)"""

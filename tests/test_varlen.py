@@ -4,7 +4,7 @@ import json
 
 import pytest
 import torch
-from conftest import DEVICES, check, check_gradients, poisoned
+from conftest import DEVICES, check, check_gradients, poisoned, with_two_schedules
 from test_extras import expected_keep, held
 
 import flash
@@ -86,15 +86,17 @@ def test_each_sequence_is_a_call_of_its_own(H, H_kv, d, causal, device):
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_many_sequences_and_views(device):
+@pytest.mark.parametrize("stage", [None, "packed"])
+def test_many_sequences_and_views(stage, device):
     """More than a warp has lanes, most of them short; q, k and v are views of one tensor, with other rows
     between theirs. Not deterministic."""
     lengths = [n * 7 % 11 for n in range(75)] + [90]
     x = Packed([(n, n) for n in lengths], 2, 2, 64, device)
     qkv = torch.stack([t.detach() for t in x.leaves], 1).requires_grad_()
-    o = flash.attention_varlen(*qkv.unbind(1), x.starts[0], causal=True)
+    options = {"causal": True, "stage": stage, "backward": stage}
+    o = flash.attention_varlen(*qkv.unbind(1), x.starts[0], **options)
     found, = torch.autograd.grad(o, qkv, x.do)
-    again = x.call(causal=True)
+    again = x.call(**options)
     torch.testing.assert_close(o, again[0], rtol=0, atol=0)
     for rows, keys in x.each():
         if rows.start < rows.stop:
@@ -150,13 +152,13 @@ def test_boxes_end_with_their_sequences(H, H_kv, d, causal, device):
             torch.testing.assert_close(x, was, rtol=2e-2, atol=2e-2)
 
 
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("Br, d", [(64, 64), (192, 64), (128, 128), (128, 256)])
-def test_blocks_that_take_many_sequences(Br, d, device):
+@with_two_schedules("Br, d, dtype", [(64, 64, torch.float16), (192, 64, torch.bfloat16),
+                                     (128, 128, torch.bfloat16), (128, 256, torch.float16)])
+def test_blocks_that_take_many_sequences(Br, d, dtype, device, schedule):
     """On Hopper: tiles that have no rows, some of them a block's first or last; keys that begin with those of
     another sequence. The bits are those of each sequence alone."""
     lengths = [(n % 4 * 40, n * 37 % 150) for n in range(14)]
-    x = Packed(lengths, 2, 1, d, device)
+    x = Packed(lengths, 2, 1, d, device, dtype)
     q, k, v = (t.detach() for t in x.leaves)
     with poisoned():
         o, lse = flash.attention_varlen(q, k, v, *x.starts, causal=True, return_lse=True, stage="packed",
