@@ -89,6 +89,8 @@
 //                                        by steps of keys: all blocks end together
 //   stages/fwd_33_packed.cuh             (after hopper_tuned) packed sequences: a map with the rows in two
 //                                        dimensions ends where a sequence does
+//   stages/fwd_34_short_last.cuh         (after hopper_tuned) causal: the last quarter of each head's tiles,
+//                                        the short ones, come last, so few heads go together
 // A stage starts with lines for flash_ladder/registry.py: the stage that it grew from (after); at the end of
 // a branch, the architecture from which on calls take it (default), perhaps only some calls; what it knows
 // of dropout, sinks and the like (takes), and what it refuses that others take (refuses); tile sizes and

@@ -45,12 +45,13 @@ STREAM_K = ("stream_k",)       # of the forward, where all tiles are equal: it m
 WRITERS = ("writer_warp", "semaphores", "idle_warps", "augmented", "first_stores")
 IN_ORDER = ("semaphores", "first_stores")     # of these, with a fixed order of sums: they make no forks
 PACKED = ("packed",)           # for packed sequences: other calls are its parent's
+SHORT_LAST = ("short_last",)   # of the forward: its parent in another order of tiles
 
 
 def is_end(stage) -> bool:
     """Whether a stage is an end of a branch: a root, a fork or a leaf of the ladder, or what calls take.
     One's own file is."""
-    aside = (*SIDE_BRANCH, *MULTICAST, *UP_TO_64, *PACKED, *IN_ORDER[:-1])
+    aside = (*SIDE_BRANCH, *MULTICAST, *UP_TO_64, *PACKED, *SHORT_LAST, *IN_ORDER[:-1])
     if stage.name in aside:
         return False
     children = [s for s in stages(stage.direction)

@@ -398,6 +398,11 @@ def measured_models() -> str:
     return models.table(RESULTS / "h200" / "models")
 
 
+def measured_backends() -> str:
+    """examples/train_gpt.py beside SDPA's backends."""
+    return models.backends(RESULTS / "h200" / "backends.json")
+
+
 def lessons() -> str:
     """The notebooks as a Markdown table: title, exercises and bug hunts of each."""
     lines = ["| lesson | exercises | bug hunts |", "|---|---|---|"]
@@ -412,8 +417,8 @@ def lessons() -> str:
 
 PARTS = ("ladder", "speed", "lessons", "host", "rungs", "results", "backward", "ratios", "long", "results16",
          "backward16", "ratios16", "measured_masks", "measured_dropout", "measured_varlen", "measured_decode",
-         "measured_models", "beside_libraries", "finding", "traffic", "counts", "conflicts", "planted_bugs",
-         "stage_mutants", "sampled_mutants", "timelines", "backward_timelines")
+         "measured_models", "measured_backends", "beside_libraries", "finding", "traffic", "counts",
+         "conflicts", "planted_bugs", "stage_mutants", "sampled_mutants", "timelines", "backward_timelines")
 
 
 def updated(texts: dict[str, str]) -> dict[str, str]:

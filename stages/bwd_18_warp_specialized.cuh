@@ -11,7 +11,7 @@
 // hbm:     B * (8 * H_kv * N_k * d + H * (N_q * (12 * Tc * d + 10 * d + 4) + Tr * Br * (8 * Tc + 4 * d + 8)))
 // predicted: 1.1x at d=64 and 128: one barrier a tile, of the consumers alone, where there were two; 1.0x at
 //          d=256
-// measured: 0.97x at d=64 causal, 0.99x full, 0.99x at d=128 causal, 0.99x full, 0.99x at d=256 causal, 1.00x
+// measured: 0.97x at d=64 causal, 0.99x full, 1.00x at d=128 causal, 0.99x full, 1.00x at d=256 causal, 1.00x
 //          full (H200, bf16, N=4096; make readme)
 //
 // In wgmma all warps meet twice a tile: at its head, since thread 0 may not ask for the next tile before all

@@ -16,6 +16,8 @@
 //          (Br * (Tc * (8 * d + 10) - 4 * d + 26) + 48 * (Tc + 1))))
 // predicted: in semaphores' place 1.06x: no zeros are written or read, dQ is converted under the products,
 //          S and dP start as in augmented; of augmented's speed 0.9x, if causal
+// measured: 0.93x at d=64 causal, 0.96x full, 0.93x at d=128 causal, 1.00x full (H200, bf16, N=4096; make
+//          readme)
 //
 // semaphores adds sums of dQ in the order of keys. So the first one is known. But it was added, too, to zeros
 // that a kernel had written before; and another kernel after the last one made dQ of the sums.
@@ -34,12 +36,14 @@
 //     128   full       0.98 (1.05)    1.00 (1.05)    1.03 (1.05)
 //     128   causal     1.07 (1.17)    1.07 (1.13)    1.03 (1.08)
 //
+// (On an H200 0.99 to 1.02 full; causal 1.09, 1.10, 1.08 at d=64, 1.06, 1.08, 1.04 at d=128.)
 // At d=64 about 32 heads are side by side, not 16: tiles of Q have 128 rows there, so a step is longer
 // (causal, N=2048: 16 1.22, 32 1.08, 64 1.26; 8 1.54. At d=128: 8 1.08, 16 1.07, 32 1.12, 64 1.44). Small
 // calls, over hopper_tuned's time: 0.92 to 1.33, semaphores' 0.99 to 1.34.
 //
 // HBM traffic without caches (hbm, above): as in augmented, but there are no zeros, and of the first sum of a
 // tile nothing is read.
+// Stays because calls take it that must be deterministic: there it is the fastest.
 //
 // Changed from augmented: the order, from semaphores, and the first sums.
 #pragma once

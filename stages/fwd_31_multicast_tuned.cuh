@@ -13,7 +13,7 @@
 // workspace: the number of tiles that clusters have asked for
 // hbm:     4 * B * H * (Tr * N_k * d + N_q * (d + 1))
 // predicted: 1.3x with a causal mask at N=2048, 1.1x at N=4096; 1.0x without
-// measured: 0.77x at d=64 causal, 0.97x full, 1.24x at d=128 causal, 0.97x full, 1.15x at d=256 causal, 1.00x
+// measured: 0.77x at d=64 causal, 0.97x full, 1.17x at d=128 causal, 0.98x full, 1.17x at d=256 causal, 1.00x
 //          full (H200, bf16, N=4096; make readme)
 //
 // A cluster's turns were settled: the longest tiles first, there and back. With unequal tiles that was no
@@ -27,11 +27,12 @@
 // 822 (756 / 791 / 793), causal 625 / 725 / 831 (625 / 720 / 813). Small shapes, grouped heads with few keys
 // and d=128 are hopper_tuned's: there it is the faster one.
 //
-// Clusters are half as many as blocks, and so eight heads together are enough, not 16 (H200, bf16, d=256,
-// causal, N = 2048 / 4096 / 16384, of FlashAttention-3's speed: 1.011 / 1.023 / 1.024, with 16 1.006 / 1.007
-// / 1.019, with four 0.966 / 1.023 / 1.023).
+// And with a causal mask the short tiles, the last quarter of each head's, come last of all: then four heads
+// together are enough (common/tile_order.cuh). (H200, bf16, d=256, N = 2048 / 4096 / 16384: 1.079 / 1.009 /
+// 1.001 of the speed with eight heads and without. There, at N=2048, the last group was four heads, for 66
+// clusters.)
 //
-// Changed from multicast: this, and the number of heads.
+// Changed from multicast: this, and the order.
 #pragma once
 #include "common/both_rows.cuh"
 #include "common/cluster.cuh"
@@ -40,11 +41,11 @@
 #include "common/launch.cuh"
 #include "common/mask.cuh"
 #include "common/mma.cuh"
-#include "common/order.cuh"
 #include "common/ring_multicast.cuh"
 #include "common/store_panels.cuh"
 #include "common/tickets.cuh"
 #include "common/tile16.cuh"
+#include "common/tile_order.cuh"
 #include "common/turns.cuh"
 #include "common/wgmma.cuh"
 
@@ -59,6 +60,7 @@ constexpr bool seamless = d <= 128 && Br * pitch <= 128 * 128;    // two buffers
 constexpr int Q_buffers = seamless ? 2 : 1;                              // leaves through Q's
 constexpr int tile_rows = (seamless ? 3 : 1) * Br + 4 * Bc;              // in shared memory
 constexpr int half_cols = Bc % 32 == 0 ? Bc / 2 : Bc;                    // of a tile of S
+using TileOrder = Order<short_tiles_last && (d > 128)>;
 
 // The first row of a warp of this block, of the cluster's BLOCK_R
 __device__ __forceinline__ int row_of(int warp) {
@@ -81,7 +83,7 @@ __global__ void clear_kernel(int* asked_for) { *asked_for = 0; }
 // Line numbers are those of Algorithm 1.
 __global__ void __launch_bounds__(threads, 1) forward_kernel(
   FwdParams p, const __grid_constant__ CUtensorMap Q_map, const __grid_constant__ CUtensorMap K_map,
-  const __grid_constant__ CUtensorMap V_map, const __grid_constant__ CUtensorMap O_map, int heads_together) {
+  const __grid_constant__ CUtensorMap V_map, const __grid_constant__ CUtensorMap O_map, TileOrder order) {
   const int Tr = ceil_div(p.N_q, BLOCK_R), heads = p.B * p.H, all = Tr * heads;    // lines 1, 2
   const int warp = warp_index(), lane = threadIdx.x % 32;
   const float c = exponent_scale(p.scale);
@@ -111,7 +113,7 @@ __global__ void __launch_bounds__(threads, 1) forward_kernel(
         if (seamless) V_smem.fill(V_map, step - 1, V_row, V_head, V_batch);
         return;
       }
-      const Work work = dispatch_order(Tr, heads, heads_together, next);
+      const Work work = order.nth(Tr, heads, next);
       const int i = Tr - 1 - work.tile, b = work.bh / p.H, h = work.bh % p.H, h_kv = h / (p.H / p.H_kv);
       const auto tiles = Mask(p, b, h).key_tiles(i);
       handed[n % Q_buffers] = {work, b, h};
@@ -251,8 +253,8 @@ cudaError_t launch(const FwdParams& p, cudaStream_t stream) {
   allow_shared_memory(forward_kernel, bytes);
   const int tiles = p.B * p.H * ceil_div(p.N_q, BLOCK_R), clusters = min(tiles, multiprocessors() / 2);
   if (clusters < tiles) clear_kernel<<<1, 1, 0, stream>>>(static_cast<int*>(p.workspace));
-  const int heads_together = Mask::all_keys ? 1 : heads_in_L2(p.B * p.H, p.N_k, 2 * d, p.H / p.H_kv, 8);
+  const TileOrder order(Mask::all_keys, p.B * p.H, ceil_div(p.N_q, BLOCK_R), p.N_k, 2 * d, p.H / p.H_kv);
   const ClusterLaunch launch(2, 2 * clusters, threads, bytes, stream, clusters < tiles);
-  cudaLaunchKernelEx(launch, forward_kernel, p, Q_map, K_map, V_map, O_map, heads_together);
+  cudaLaunchKernelEx(launch, forward_kernel, p, Q_map, K_map, V_map, O_map, order);
   return cudaGetLastError();
 }

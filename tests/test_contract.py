@@ -372,11 +372,13 @@ def test_the_default_by_what_a_call_needs(monkeypatch, capability, sizes, needs,
     (8, 8, 2048, 256, 0, "multicast_tuned"), (8, 8, 2048, 136, 1, "multicast_tuned"),
     (4, 8, 512, 256, 0, "hopper_tuned"), (8, 2, 2048, 256, 0, "hopper_tuned"),
     (1, 2, 16384, 256, 0, "multicast_tuned"),
-    (8, 8, 2048, 128, 0, "stream_k"), (8, 1, 2048, 64, 0, "stream_k"), (8, 8, 2048, 128, 1, "hopper_tuned"),
-    (4, 8, 2048, 128, 0, "hopper_tuned"), (16, 8, 1024, 64, 0, "hopper_tuned")])
+    (8, 8, 2048, 128, 0, "stream_k"), (8, 1, 2048, 64, 0, "stream_k"), (8, 8, 2048, 128, 1, "short_last"),
+    (4, 8, 2048, 128, 0, "hopper_tuned"), (16, 8, 1024, 64, 0, "hopper_tuned"),
+    (1, 1, 64, 8, 1, "short_last"), (4, 8, 512, 256, 1, "short_last"), (8, 2, 2048, 256, 1, "short_last"),
+    (1, 2, 16384, 256, 1, "multicast_tuned")])
 def test_the_default_of_the_forward_pass(monkeypatch, B, H_kv, N, d, masked, expected, gradients):
     """On Hopper: in large calls with d > 128 two blocks share K and V; with less, and no mask, blocks share
-    the last round."""
+    the last round; with a mask short tiles come last."""
     sizes = {"B": B, "H": 8, "H_kv": H_kv, "N_q": N, "N_k": N, "d": d, "gradients": gradients,
              "masked": masked}
     stage = flash.find_stage(None, torch.bfloat16, gpu(monkeypatch, (9, 0)), d=d, sizes=sizes)
@@ -385,7 +387,7 @@ def test_the_default_of_the_forward_pass(monkeypatch, B, H_kv, N, d, masked, exp
 
 @pytest.mark.parametrize("d, causal, forward, backward", [
     (64, False, {"hopper_tuned", "stream_k"}, {"hopper_tuned", "augmented"}),
-    (128, True, {"hopper_tuned"}, {"hopper_tuned", "augmented"}),
+    (128, True, {"short_last"}, {"hopper_tuned", "augmented"}),
     (256, False, {"hopper_tuned", "multicast_tuned"}, {"exchanged_tuned"})])
 def test_what_is_built_ahead(monkeypatch, d, causal, forward, backward):
     """By flash.compile(): of small calls and of large ones, if these take another stage."""

@@ -619,6 +619,42 @@ def test_shares_of_equal_tiles(device, blocks, all_tiles, Tc, tmp_path):
         assert n_of[first, tile, 0] == n_of[first].max()
 
 
+@pytest.mark.parametrize("tiles, heads, N_k, group, together", [
+    (16, 10, 16384, 1, (5, 10)), (128, 40, 16384, 1, (4, 20)), (128, 32, 16384, 4, (4, 16)),
+    (3, 64, 512, 1, (64, 64)), (1, 3, 1 << 20, 1, (3, 3)), (7, 5, 1 << 20, 1, (5, 5)),
+    (6, 9, 1 << 20, 1, (5, 9))])
+def test_the_order_of_tiles(device, tiles, heads, N_k, group, together):
+    """Each tile of each head once. Short last: the last quarter of the tiles comes when all others are drawn,
+    of all heads at once; before that so many heads go together, tile by tile. Else all of their tiles. (Rows
+    of K have 512 bytes: 20 MB are 19531 keys of K and V.)"""
+    for short_last in (True, False):
+        out = torch.full((tiles * heads, 2), -1, dtype=torch.int32, device=device)
+        assert call("drawn", out, tiles, heads, N_k, group, int(short_last), device=device) is None
+        longer, few = (tiles - tiles // 4, together[0]) if short_last else (tiles, together[1])
+        expected = [(tile, head) for first in range(0, heads, few) for tile in range(longer)
+                    for head in range(first, min(first + few, heads))]
+        expected += [(tile, head) for tile in range(longer, tiles) for head in range(heads)]
+        assert list(map(tuple, out.tolist())) == expected
+
+
+@with_two_schedules("d, Br, Bc, N_q, N_k", [
+    (64, 64, 64, 300, 300), (128, 128, 128, 390, 500), (256, 64, 80, 260, 200)])
+def test_short_tiles_come_last(device, schedule, d, Br, Bc, N_q, N_k):
+    """More tiles than multiprocessors, with a quarter and without; the bits of hopper_tuned, as the order of
+    tiles changes none; with other masks, a sink and dropout, too."""
+    B = 1 if device == "cpu" else 60
+    q, k, v = random_qkv(B, 3, 3, N_q, N_k, d, device, torch.bfloat16)
+    for options in ({"causal": True}, {"causal": True, "sink": torch.ones(3, device=device)},
+                    {"mask": flash.masks.window(90, 0)}):
+        found = [flash.attention(q, k, v, stage=stage, return_lse=True, Br=Br, Bc=Bc, **options)
+                 for stage in ("short_last", "hopper_tuned")]
+        assert all(torch.equal(x, y) for x, y in zip(*found, strict=True))
+    with flash.inspect() if device == "cpu" else contextlib.nullcontext() as report:
+        o, lse = flash.attention(q, k, v, causal=True, stage="short_last", return_lse=True, Br=Br, Bc=Bc)
+    check(o, lse, q, k, v, N_k - N_q)
+    assert not (report and report.findings), report
+
+
 EQUAL_TILES = [  # d, Br, Bc, N_q, N_k
     (64, 192, 128, 250, 700), (64, 64, 64, 130, 500), (128, 128, 128, 200, 513), (128, 192, 80, 250, 333),
     (256, 128, 80, 200, 300), (136, 64, 80, 70, 170)]

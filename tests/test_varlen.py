@@ -15,9 +15,13 @@ M = flash.masks
 # Rows of q and of k, of each sequence: none, 1, ends of tiles, more queries than keys, fewer
 MIXED = [(70, 70), (0, 5), (1, 1), (64, 64), (129, 100), (3, 200), (40, 0), (33, 128)]
 TILES = {"Br": 64, "Bc": 64, "Br_bwd": 32, "Bc_bwd": 64}
-# That packed sequences take: of one sequence alone Hopper's may be the best
-STAGES = {argument: flash.find_stage(None, torch.bfloat16, torch.device("cpu"), direction, needs=("varlen",))
-          for argument, direction in (("stage", "fwd"), ("backward", "bwd"))}
+
+
+def stages(device, deterministic=True):
+    """Those that packed sequences take there: of one sequence alone Hopper's may be the best."""
+    return {argument: flash.find_stage(None, torch.bfloat16, torch.device(device), direction, deterministic,
+                                       needs=("varlen",))
+            for argument, direction in (("stage", "fwd"), ("backward", "bwd"))}
 
 
 def starts(lengths, device="cpu"):
@@ -73,7 +77,7 @@ def test_each_sequence_is_a_call_of_its_own(H, H_kv, d, causal, device):
             assert (lse[:, rows] == -torch.inf).all()
             continue
         leaves = [t.requires_grad_() for t in (q, k, v)]
-        alone = flash.attention(*leaves, causal=causal, return_lse=True, deterministic=True, **STAGES,
+        alone = flash.attention(*leaves, causal=causal, return_lse=True, deterministic=True, **stages(device),
                                 **TILES)
         found = [unpacked(dq), unpacked(dk), unpacked(dv)]
         assert torch.equal(unpacked(o[rows]), alone[0]) and torch.equal(lse[:, rows][None], alone[1])
@@ -210,7 +214,7 @@ def test_masks_count_from_each_sequences_last_key():
         if rows.start < rows.stop:
             *leaves, do, dlse = x.alone(rows, keys)
             leaves = [t.requires_grad_() for t in leaves]
-            alone = flash.attention(*leaves, mask=mask, return_lse=True, deterministic=True, **STAGES,
+            alone = flash.attention(*leaves, mask=mask, return_lse=True, deterministic=True, **stages("cpu"),
                                     **TILES)
             gradients = torch.autograd.grad(alone, leaves, (do, dlse))
             at = (rows, None, rows, keys, keys)
@@ -357,7 +361,7 @@ def test_the_one_shape_has_as_much_work():
 def test_the_same_kernel_on_one_shape(monkeypatch):
     """On Hopper the parent of packed, which is that kernel without packed sequences."""
     case = varlen.Case([9, 7], 2, 1, 64, True, torch.bfloat16, "cpu")
-    assert case.of_one_shape() == case.stages() == STAGES
+    assert case.of_one_shape() == case.stages() == stages("cpu", deterministic=False)
     packed = {argument: flash.find_stage("packed", torch.bfloat16, torch.device("cpu"), direction)
               for argument, direction in (("stage", "fwd"), ("backward", "bwd"))}
     monkeypatch.setattr(varlen.Case, "stages", lambda self: packed)

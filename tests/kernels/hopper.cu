@@ -3,7 +3,13 @@
 #include <cuda_runtime.h>
 #include <stdint.h>
 
+#define CAUSAL 1
+#define SINK 0
+#define DROPOUT 0
+#define NEGATIVE_SCALE 0
 #include "../../stages/common/launch.cuh"
+#include "../../stages/common/tensor.cuh"
+#include "../../stages/common/tile_order.cuh"
 #include "../../stages/common/tma.cuh"
 #include "../../stages/common/wgmma.cuh"
 
@@ -378,5 +384,22 @@ __global__ void turns(int* out, int count) {
 }
 extern "C" const char* run_turns(int* out, int count) {
   turns<<<1, 128>>>(out, count);
+  return result();
+}
+
+// --------------------------------------------------------------------------------------- the order of tiles
+// The n-th (tile, head) of all
+template <class Order> __global__ void drawn(Order order, int* out, int tiles, int heads) {
+  for (int n = threadIdx.x; n < tiles * heads; n += blockDim.x) {
+    const Work work = order.nth(tiles, heads, n);
+    out[2 * n] = work.tile;
+    out[2 * n + 1] = work.bh;
+  }
+}
+extern "C" const char* run_drawn(int* out, int tiles, int heads, int N_k, int group, int short_last) {
+  const Order<true> order(false, heads, tiles, N_k, 512, group);
+  const Order<false> plain(false, heads, tiles, N_k, 512, group);
+  if (short_last) drawn<Order<true>><<<1, 64>>>(order, out, tiles, heads);
+  else drawn<Order<false>><<<1, 64>>>(plain, out, tiles, heads);
   return result();
 }
