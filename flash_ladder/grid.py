@@ -60,8 +60,10 @@ def is_end(stage) -> bool:
 
 
 def cases_for(stage) -> list[tuple]:
-    """All of GRID at the ends of a branch; fewer in between, as a mistake there mostly shows at the end."""
-    return [case for case in (GRID if is_end(stage) else THIN) if stage.fits(case[5], 227 * 1024)]
+    """All of GRID at the ends of a branch, and for what masked calls take; fewer in between, as a mistake
+    there mostly shows at the end."""
+    grid = GRID if is_end(stage) or stage.name in SHORT_LAST else THIN
+    return [case for case in grid if stage.fits(case[5], 227 * 1024)]
 
 
 def type_for(stage, case) -> torch.dtype:

@@ -19,6 +19,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "examples")]
 
 NAMES = {"eager": "eager", "sdpa": "SDPA", "flash": "flash.attention"}
 BACKENDS = (None, "flash", "cudnn", None)          # of SDPA; None: flash.attention, first and last
+LABELS = {None: "flash.attention", "flash": "SDPA, flash", "cudnn": "SDPA, cuDNN", "math": "SDPA, math"}
 # Of both models a short row and a long one: model, size, B, T, steps
 RUNS = (("gpt2", "124m", 8, 1024, 40), ("gpt2", "124m", 2, 4096, 40),
         ("llama", "1b", 4, 1024, 24), ("llama", "1b", 1, 4096, 24))
@@ -67,30 +68,54 @@ def compiled(folder: Path) -> list[str]:
     return [f"\n{what}: {'; '.join(pairs)}."] if pairs else []
 
 
+def measure(data: dict, file: Path) -> None:
+    """RUNS with each of BACKENDS, into `data` and the file. Exits if one cannot run."""
+    import ratios
+    from gpt.training import Settings, try_to_train
+
+    for model, size, B, T, steps in RUNS:
+        for backend in BACKENDS:
+            attention = "sdpa" if backend else "flash"
+            done = try_to_train(Settings(model, size, attention, B, T, dtype="bf16", backend=backend), steps)
+            what = f"{model} {size}, B={B} T={T}, {LABELS[backend]}"
+            if done.error:
+                sys.exit(f"{what}: {done.error}")
+            data["rows"].append({"model": model, "size": size, "B": B, "T": T, "steps": steps,
+                                 "backend": backend, "tokens_per_s": done.tokens_per_s, "peak": done.peak,
+                                 "loss": done.final_loss})
+            ratios.write(data, file)
+            print(f"{what}: {done.tokens_per_s:,.0f} tokens/s", flush=True)
+
+
 def backends(file: Path) -> str:
     """A line for each model: tokens/s, and peak memory."""
     data, by_run = json.loads(file.read_text()), {}
     for row in data["rows"]:
         what = f"{row['model']} {row['size']}, B={row['B']} T={row['T']}"
         by_run.setdefault(what, {}).setdefault(row["backend"], []).append(row)
-    lines = ["| model, bf16 | flash.attention, first and last | SDPA, flash | SDPA, cuDNN | of the best | "
-             "peak memory, of SDPA's |", "|---|---:|---:|---:|---:|---:|"]
+    theirs = [name for name in dict.fromkeys(BACKENDS) if name]
+    heads = ["model, bf16", f"{LABELS[None]}, first and last", *(LABELS[name] for name in theirs),
+             "of the best", "peak memory, of SDPA's"]
+    lines = [f"| {' | '.join(heads)} |", f"|---|{'---:|' * (len(heads) - 1)}"]
     for what, rows in by_run.items():
         speed = {name: [row["tokens_per_s"] for row in each] for name, each in rows.items()}
-        peak = {name: max(row["peak"] for row in each) for name, each in rows.items()}
-        ours, best = speed[None], max(speed["flash"] + speed["cudnn"])
-        lines.append(f"| {what} | {' and '.join(f'{x:,.0f}' for x in ours)} | {speed['flash'][0]:,.0f} | "
-                     f"{speed['cudnn'][0]:,.0f} | {sum(ours) / len(ours) / best:.3f} | "
-                     f"{peak[None] / peak['flash']:.4f} |")
-    loss = max(abs(row["loss"] / rows["flash"][0]["loss"] - 1)
-               for rows in by_run.values() for each in rows.values() for row in each)
+        peaks = [max(row["peak"] or 0 for row in rows[name]) for name in (None, theirs[0])]
+        ours, best = speed[None], max(x for name in theirs for x in speed[name])
+        cells = [what, " and ".join(f"{x:,.0f}" for x in ours),
+                 *(f"{speed[name][0]:,.0f}" for name in theirs),
+                 f"{sum(ours) / len(ours) / best:.3f}", f"{peaks[0] / peaks[1]:.4f}" if all(peaks) else "-"]
+        lines.append(f"| {' | '.join(cells)} |")
+    base = {what: rows[theirs[0]][0]["loss"] for what, rows in by_run.items()}
+    loss = max(abs(row["loss"] / base[what] - 1)
+               for what, rows in by_run.items() for each in rows.values() for row in each)
     again = max(abs(rows[None][0]["loss"] / rows[None][-1]["loss"] - 1) for rows in by_run.values())
     origin = f"{data['device']}; {data['date']}, by `python results/models.py`"
+    steps_of = {row["model"]: row["steps"] for row in data["rows"]}
+    steps = ", ".join(f"{n} steps of {name}" for name, n in steps_of.items())
     return "\n".join([
         *lines, "",
-        f"Tokens/s. {origin}: {RUNS[0][4]} steps of gpt2, {RUNS[-1][4]} of llama. No final loss is further "
-        f"than {100 * loss:.2f} % from that with SDPA's flash backend; our two are apart by up to "
-        f"{100 * again:.2f} %."])
+        f"Tokens/s. {origin}: {steps}. No final loss is further than {100 * loss:.2f} % from that with "
+        f"{LABELS[theirs[0]]}; our two are apart by up to {100 * again:.2f} %."])
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -99,9 +124,7 @@ def main(argv: list[str] | None = None) -> None:
     args = parser.parse_args(argv)
     if not args.folder.is_dir():
         parser.error(f"there is no folder {args.folder}")
-    import ratios
     import torch
-    from gpt.training import Settings, try_to_train
 
     import flash
 
@@ -109,19 +132,7 @@ def main(argv: list[str] | None = None) -> None:
         sys.exit("needs a GPU")
     data = {"device": flash.describe_device(torch.device("cuda", torch.cuda.current_device())),
             "date": time.strftime("%Y-%m-%d"), "rows": []}
-    for model, size, B, T, steps in RUNS:
-        for backend in BACKENDS:
-            settings = Settings(model, size, "sdpa" if backend else "flash", B, T, dtype="bf16",
-                                backend=backend)
-            done = try_to_train(settings, steps)
-            if done.error:
-                sys.exit(f"{model} {size}, {backend or 'flash.attention'}: {done.error}")
-            data["rows"].append({"model": model, "size": size, "B": B, "T": T, "steps": steps,
-                                 "backend": backend, "tokens_per_s": done.tokens_per_s, "peak": done.peak,
-                                 "loss": done.final_loss})
-            ratios.write(data, args.folder / "backends.json")
-            print(f"{model} {size}, B={B} T={T}, {backend or 'flash.attention'}: "
-                  f"{done.tokens_per_s:,.0f} tokens/s", flush=True)
+    measure(data, args.folder / "backends.json")
     print(backends(args.folder / "backends.json"))
 
 

@@ -30,7 +30,7 @@
 // 0.94 / 0.98 / 1.00; the last eighth: 1.00 / 0.98 / 1.00.
 //
 // HBM traffic without caches (hbm, above): as in hopper_tuned.
-// Stays because calls with a causal mask take it: it gains at every length, if little.
+// Stays because calls with a causal mask take it: it loses at no length, and gains a little at most.
 //
 // Changed from hopper_tuned: the order of tiles.
 #pragma once

@@ -381,8 +381,10 @@ def test_the_default_of_the_forward_pass(monkeypatch, B, H_kv, N, d, masked, exp
     the last round; with a mask short tiles come last."""
     sizes = {"B": B, "H": 8, "H_kv": H_kv, "N_q": N, "N_k": N, "d": d, "gradients": gradients,
              "masked": masked}
-    stage = flash.find_stage(None, torch.bfloat16, gpu(monkeypatch, (9, 0)), d=d, sizes=sizes)
-    assert stage.name == expected
+    device = gpu(monkeypatch, (9, 0))
+    assert flash.find_stage(None, torch.bfloat16, device, d=d, sizes=sizes).name == expected
+    nearest = flash.find_stage(None, torch.bfloat16, device, d=d, sizes=sizes, needs=("varlen",))
+    assert nearest.name == "packed"
 
 
 @pytest.mark.parametrize("d, causal, forward, backward", [

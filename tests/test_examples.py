@@ -121,6 +121,33 @@ def test_all(train_gpt, tmp_path, capsys, monkeypatch, model, dtype):
     assert (tmp_path / f"{model}_tiny_{dtype}_all.png").stat().st_size > 5000
 
 
+def test_results_of_models(train_gpt, tmp_path, monkeypatch):
+    """results/models.py, tiny and on the CPU: a row for each run, and what the table says of it."""
+    monkeypatch.setattr(sys, "path", [str(flash.ROOT / "results"), *sys.path])
+    import models
+
+    file, data = tmp_path / "backends.json", {"device": "a CPU", "date": "2026-11-28", "rows": []}
+    monkeypatch.setattr(models, "RUNS", (("gpt2", "tiny", 2, 32, 4), ("llama", "tiny", 1, 32, 2)))
+    monkeypatch.setattr(models, "BACKENDS", (None, "flash", "math", None))
+    models.measure(data, file)
+    rows = json.loads(file.read_text())["rows"]
+    assert rows == data["rows"] and [row["backend"] for row in rows] == [None, "flash", "math", None] * 2
+    for row in rows:
+        row["tokens_per_s"], row["loss"], row["peak"] = (
+            (300.0, 2.0, 11) if row["backend"] is None else (200.0, 1.9, 10))
+    rows[3]["tokens_per_s"], rows[3]["loss"] = 500.0, 2.2
+    file.write_text(json.dumps(data | {"rows": rows}))
+    table = models.backends(file).splitlines()
+    assert table[2] == "| gpt2 tiny, B=2 T=32 | 300 and 500 | 200 | 200 | 2.000 | 1.1000 |"
+    assert all(words in table[-1] for words in ("4 steps of gpt2, 2 steps of llama", "15.79 %", "9.09 %"))
+    monkeypatch.setattr(models, "BACKENDS", ("cudnn",))
+    with pytest.raises(SystemExit, match="gpt2 tiny, B=2 T=32, SDPA, cuDNN: refused by"):
+        models.measure(data, file)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(SystemExit, match="needs a GPU"):
+        models.main([str(tmp_path)])
+
+
 def test_verdict(train_gpt):
     """A loss that is too far from eager's is named; a run without memory is a row."""
     from gpt.comparison import spread_of, table_of, verdict

@@ -205,12 +205,14 @@ def test_packed_sequences_spill_little(stage, tmp_path):
     ("fwd", "hopper_tuned", 64, "DROPOUT", True, 0), ("fwd", "hopper_tuned", 64, "DROPOUT", False, 0),
     ("fwd", "hopper_tuned", 128, "DROPOUT", True, 0), ("fwd", "hopper_tuned", 128, "DROPOUT", False, 40),
     ("fwd", "hopper_tuned", 64, "window", False, 0), ("fwd", "hopper_tuned", 128, "window", False, 28),
+    *(("fwd", "short_last", d, asked, True, 0) for d in (64, 128)
+      for asked in ("DROPOUT", "SINK", "NEGATIVE_SCALE")),
     ("bwd", "augmented", 64, "DROPOUT", True, 248), ("bwd", "augmented", 64, "DROPOUT", False, 272),
     ("bwd", "augmented", 64, "alibi", False, 56)])
 def test_dropout_and_masks_on_hopper(direction, name, d, asked, causal, most, tmp_path):
     """Registers are short there: products are not serialised, and so many bytes are spilled at most."""
     stage = flash.find_stage(name, torch.bfloat16, torch.device("cpu"), direction)
-    more = {asked: "1"} if asked == "DROPOUT" else {"MASK_FILE": flash.STAGES / "masks" / f"{asked}.cuh"}
+    more = {asked: "1"} if asked.isupper() else {"MASK_FILE": flash.STAGES / "masks" / f"{asked}.cuh"}
     report = compile_stage(stage, "sm_90a", d, causal, tmp_path, torch.bfloat16, more=more)
     assert SERIALISED not in report, report
     spilled = max(map(int, re.findall(r"(\d+) bytes spill (?:stores|loads)", report)))

@@ -4,8 +4,8 @@
 
 // The last quarter of each head's tiles, the short ones, come when all others are taken, of all heads. So few
 // heads together are enough: else the last few alone would be no work for all multiprocessors, from their
-// longest tiles on. The CPU works out what it can, as a producer has few registers. Without short_last it is
-// dispatch_order().
+// longest tiles on. The CPU works out what it can, as a producer has few registers; for the same reason
+// nth() takes all_heads, which comes with the launch, not `heads`. Without short_last it is dispatch_order().
 template <bool short_last>
 struct Order {
   int heads_together, longer, first, all_heads;  // longer: tiles of a head that come first, `first` in all
