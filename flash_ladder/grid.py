@@ -30,33 +30,31 @@ GRID = [
 ]
 
 # Of these, what rungs in the middle of a branch take: see `cases_for`
-THIN = [GRID[n] for n in (0, 4, 6, 8)]
+THIN = [GRID[n] for n in (4, 6, 9)]
 
 
-# Side branches, for d > 128: they make their parent no fork, and take what rungs in the middle take.
+# Side branches, for d > 128: they take what rungs in the middle take.
 # test_backward.py, test_hopper.py and test_masks.py have more of them.
 SIDE_BRANCH = ("consumer_roles", "exchanged_ds", "half_tiles", "exchanged_tuned",        # of the backward
                "exchanged_semaphores")
 MULTICAST = ("multicast", "multicast_tuned")       # of the forward
 # Of the backward, for d <= 64, as with more their products are serialised: a side branch, too
 UP_TO_64 = ("transposed_dq", "next_keys")
-STREAM_K = ("stream_k",)       # of the forward, where all tiles are equal: it makes its parent no fork
+STREAM_K = ("stream_k",)       # of the forward, where all tiles are equal
 # Of the backward, for d <= 192, as a tile of dQ has to fit
 WRITERS = ("writer_warp", "semaphores", "idle_warps", "augmented", "first_stores")
-IN_ORDER = ("semaphores", "first_stores")     # of these, with a fixed order of sums: they make no forks
+IN_ORDER = ("semaphores", "first_stores")     # of these, with a fixed order of sums
 PACKED = ("packed",)           # for packed sequences: other calls are its parent's
 SHORT_LAST = ("short_last",)   # of the forward: its parent in another order of tiles
 
 
 def is_end(stage) -> bool:
-    """Whether a stage is an end of a branch: a root, a fork or a leaf of the ladder, or what calls take.
-    One's own file is."""
-    aside = (*SIDE_BRANCH, *MULTICAST, *UP_TO_64, *PACKED, *SHORT_LAST, *IN_ORDER[:-1])
-    if stage.name in aside:
+    """Whether a stage is an end of a branch: the root or a leaf of the ladder, or what calls take. One's own
+    file is. A fork is not: what is wrong there shows at the ends of all that grew from it."""
+    if stage.name in (*SIDE_BRANCH, *MULTICAST, *UP_TO_64, *PACKED, *SHORT_LAST, *IN_ORDER[:-1]):
         return False
-    children = [s for s in stages(stage.direction)
-                if s.after == stage.name and s.name not in (*aside, *IN_ORDER)]
-    return not stage.after or len(children) != 1 or bool(stage.default) or not stage.number
+    is_leaf = all(s.after != stage.name for s in stages(stage.direction))
+    return not stage.after or is_leaf or bool(stage.default) or not stage.number
 
 
 def cases_for(stage) -> list[tuple]:

@@ -130,9 +130,9 @@ def with_gaps(x, gap):
     return wide[:, :H, :N, :d]
 
 
-def qkv_with_gaps(device, dtype=torch.float32):
+def qkv_with_gaps(device, dtype=torch.float32, d=32):
     """q, k, v and the causal diagonal. Each tensor has its own gaps."""
-    tensors = random_qkv(2, 4, 2, 50, 70, 32, device, dtype)
+    tensors = random_qkv(2, 4, 2, 50, 70, d, device, dtype)
     return *(with_gaps(x, gap) for x, gap in zip(tensors, (1, 2, 3))), 20
 
 

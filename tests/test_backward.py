@@ -45,25 +45,27 @@ def name_of(kernel):
 
 
 def cases_of(kernel) -> list[tuple]:
-    """Of those that take least, one for each way in which they share their work out, by d."""
-    cases = GRID if kernel in ENDS else THIN if kernel in MOST else THIN[1:]
+    """In the middle of a branch one for each way in which they share their work out, by d."""
+    cases = GRID if kernel in ENDS else THIN
     return [case for case in cases if BY_NAME[kernel[0]].fits(case[5], 227 * 1024)]
 
 
 def columns_of(kernel) -> int:
-    """d where it hardly matters: in the middle of a branch that of most tests, so that no more is built."""
-    return 64 if kernel in ENDS else 32
+    """d where it hardly matters: one of test_grid's, so that no more is built."""
+    return 64 if kernel in ENDS else THIN[0][5]
+
+
+def type_of(kernel) -> torch.dtype:
+    """That of test_grid for this d: at the ends of a branch the last one."""
+    stage = BY_NAME[kernel[0]]
+    return stage.dtypes[-1] if kernel in ENDS else type_for(stage, THIN[0])
 
 
 every_kernel = pytest.mark.parametrize("kernel", KERNELS, ids=name_of)
 most_kernels = pytest.mark.parametrize("kernel", MOST, ids=name_of)
 most_kernels_and_types = pytest.mark.parametrize("kernel, dtype", [
     pytest.param(kernel, dtype, id=f"{name_of(kernel)}-{dtype}".replace("torch.", ""))
-    for kernel in MOST for dtype in BY_NAME[kernel[0]].dtypes[0 if kernel in ENDS else -1:]])
-
-
-def type_of(kernel) -> torch.dtype:
-    return BY_NAME[kernel[0]].dtypes[-1]
+    for kernel in MOST for dtype in (BY_NAME[kernel[0]].dtypes if kernel in ENDS else [type_of(kernel)])])
 
 
 def random_for(kernel, *shape_and_device, **options):
@@ -125,7 +127,7 @@ def test_random_shapes(kernel, device):
         H_kv = rng.choice([1, 2, 3])
         heads = H_kv * rng.randint(1, 3)
         q, k, v = random_for(kernel, rng.randint(1, 2), heads, H_kv, rng.randint(1, 140),
-                             rng.randint(1, 140), 32, device, seed=seed)
+                             rng.randint(1, 140), columns_of(kernel), device, seed=seed)
         do, dlse = random_gradients(q, seed)
         options = diagonal_of(rng.choice([None, "bottom", "top"]), q, k), None, rng.choice([None, dlse])
         check_gradients(run(kernel, q, k, v, do, *options), q, k, v, do, *options)
@@ -135,18 +137,18 @@ def test_random_shapes(kernel, device):
 def test_strides(kernel, device):
     """Heads behind rows, as projections leave them, and one k for all heads; the gradients are laid out so,
     too. Then gaps of NaN, others in each tensor."""
-    q, k, v = (x.transpose(1, 2) for x in random_for(kernel, 2, 50, 50, 6, 6, 32, device))
+    q, k, v = (x.transpose(1, 2) for x in random_for(kernel, 2, 50, 50, 6, 6, columns_of(kernel), device))
     do = random_gradients(q.transpose(1, 2))[0].transpose(1, 2)
     gradients = run(kernel, q, k, v, do)
     check_gradients(gradients, q, k, v, do)
     assert all(x.stride() == q.stride() for x in gradients)
 
-    q, k, v = random_for(kernel, 2, 3, 1, 50, 50, 32, device)
-    k, v = k.expand(2, 3, 50, 32), v.expand(2, 3, 50, 32)
+    q, k, v = random_for(kernel, 2, 3, 1, 50, 50, columns_of(kernel), device)
+    k, v = (x.expand(2, 3, -1, -1) for x in (k, v))
     do, dlse = random_gradients(q)
     check_gradients(run(kernel, q, k, v, do, 3, None, dlse), q, k, v, do, 3, None, dlse)
 
-    q, k, v, diagonal = qkv_with_gaps(device, type_of(kernel))
+    q, k, v, diagonal = qkv_with_gaps(device, type_of(kernel), columns_of(kernel))
     do, dlse = random_gradients(q)
     do = with_gaps(do, 4)
     assert len({x.stride() for x in (q, k, v, do)}) == 4
@@ -226,10 +228,11 @@ def test_dq_transposed_has_the_bits_of_dq(d, device):
 @most_kernels_and_types
 def test_scale_and_large_scores(kernel, dtype, device):
     """Scores of some +-1000, where P is 0 or 1 nearly everywhere; and a negative scale, which is compiled for
-    itself, of every other rung in the middle; and a zero scale."""
+    itself, of one type, and of every other rung in the middle; and a zero scale."""
     q, k, v = random_qkv(1, 2, 2, 70, 90, columns_of(kernel), device, dtype)
     do, dlse = random_gradients(q)
-    others = (-0.2, 0.0) if kernel in ENDS or BY_NAME[kernel[0]].number % 2 else (0.0,)
+    negative = dtype == type_of(kernel) and (kernel in ENDS or BY_NAME[kernel[0]].number % 2)
+    others = (-0.2, 0.0) if negative else (0.0,)
     for scale in (30.0, *others):
         gradients = run(kernel, q, k, v, do, 20, scale, dlse)
         check_gradients(gradients, q, k, v, do, 20, scale, dlse)
@@ -290,7 +293,7 @@ def test_far_below_zero(kernel, device):
 @every_kernel
 def test_rows_that_see_no_key(kernel, device):
     """Their gradients are exactly 0, and what is in dL there, where L is -inf, goes nowhere."""
-    q, k, v = random_for(kernel, 1, 2, 1, 60, 40, 32, device)
+    q, k, v = random_for(kernel, 1, 2, 1, 60, 40, columns_of(kernel), device)
     do, dlse = random_gradients(q)
     expected = run(kernel, q, k, v, do, -20, None, dlse)
     assert (expected[0][:, :, :20] == 0).all() and (expected[0][:, :, 20:] != 0).any(-1).all()
@@ -307,7 +310,7 @@ def test_rows_that_see_no_key(kernel, device):
 @every_kernel
 def test_nan_stays_where_it_belongs(kernel, what, device):
     """A NaN in a row of Q or dO: in that row of dQ, and in dK and dV of its key head. Nowhere else."""
-    q, k, v = random_for(kernel, 2, 4, 2, 40, 40, 32, device)
+    q, k, v = random_for(kernel, 2, 4, 2, 40, 40, columns_of(kernel), device)
     do, _ = random_gradients(q)
     o, lse = reference(q, k, v)
     {"q": q, "do": do}[what][1, 2, 7, 3] = math.nan
@@ -324,7 +327,7 @@ def test_nan_stays_where_it_belongs(kernel, what, device):
 @pytest.mark.parametrize("kernel", KERNELS, ids=name_of)
 def test_nan_in_a_key_that_no_row_sees(kernel, device):
     """It has no gradient, nor have its neighbours a wrong one: also where a tile ends past the last row."""
-    q, k, v = random_for(kernel, 1, 2, 1, 40, 50, 32, device)
+    q, k, v = random_for(kernel, 1, 2, 1, 40, 50, columns_of(kernel), device)
     do, _ = random_gradients(q)
     o, lse = reference(q, k, v, 0)
     k[0, 0, 45, 3] = math.nan
@@ -480,7 +483,7 @@ def test_bits_do_not_depend_on_the_batch(kernel, device):
     for kernel in MOST for mask in ((None, "top", "bottom") if kernel in ENDS else ("bottom",))])
 def test_directional_derivative(kernel, mask, device):
     """What the loss does when q, k or v moves a little, by the forward pass alone: without autograd."""
-    q, k, v = random_qkv(1, 2, 1, 5, 7, 32, device, BY_NAME[kernel[0]].dtypes[0])
+    q, k, v = random_qkv(1, 2, 1, 5, 7, columns_of(kernel), device, BY_NAME[kernel[0]].dtypes[0])
     do, dlse = random_gradients(q)
     diagonal = diagonal_of(mask, q, k)
     gradients = run(kernel, q, k, v, do, diagonal, None, dlse)
@@ -501,13 +504,13 @@ def test_directional_derivative(kernel, mask, device):
 
 @most_kernels
 def test_tile_sizes(kernel, device):
-    """Other tiles, the same result; in the middle of a branch the smallest or the largest, by turns."""
-    q, k, v = random_for(kernel, 1, 2, 1, 75, 90, 64, device)
-    do, _ = random_gradients(q)
+    """Small and large tiles, the same result; in the middle of a branch one of them, by turns. Of the last
+    type."""
     stage = BY_NAME[kernel[0]]
-    sizes = tile_sizes(stage, 64)
-    if kernel not in ENDS:
-        sizes = [sizes[-(stage.number % 2)]]
+    q, k, v = random_qkv(1, 2, 1, 75, 90, 64, device, stage.dtypes[-1])
+    do, _ = random_gradients(q)
+    small, _, large = tile_sizes(stage, 64)
+    sizes = [small, large] if kernel in ENDS else [(small, large)[stage.number % 2]]
     for tiles in [tiles for n, tiles in enumerate(sizes) if tiles not in sizes[:n]]:
         check_gradients(run(kernel, q, k, v, do, 15, **tiles), q, k, v, do, 15)
 
