@@ -473,8 +473,7 @@ def derived_backward_bytes(stage: str, N: int, d: int, Br: int, Bc: int) -> int:
 # Of the others two: one that tiles do not divide, and one of several tiles, which the counts are of, too
 @pytest.mark.parametrize("stage, N", [
     (stage, N) for stage in BY_NAME
-    for N in ((64, 72, 256) + (512,) * (stage == "flash2") if is_end(BY_NAME[stage])
-              else (72, 512))])
+    for N in ((64, 72, 256) if is_end(BY_NAME[stage]) else (72, 512))])
 def test_hbm_traffic(stage, N):
     """Within 5 % of what the algorithm says, and of the formula in the stage's header; also where tiles are
     larger than N, or do not divide it."""
@@ -497,16 +496,6 @@ def test_hbm_traffic_of_a_backward_stage(stage, N):
     report = inspected_group(stage, N)
     assert report.findings == [] and report.flops == 10 * 2 * N * N * 64
     assert all(kernel.grid[1:] == (1, 1) for kernel in report.kernels), "a grid's y and z end at 65535"
-
-
-@pytest.mark.parametrize("stage", [name for name, stage in BACKWARD.items()
-                                   if is_end(stage) or stage.number % 3 == 0])
-def test_formula_of_other_shapes_backward(stage):
-    _, tiles, _ = tile_sizes(BACKWARD[stage], 32)
-    tensors = random_qkv(2, 6, 2, 50, 70, 32, "cpu", BACKWARD[stage].dtypes[0])
-    report = inspected_backward(stage, *tensors, **tiles)
-    formula = BACKWARD[stage].hbm_bytes(2, 6, 50, 70, 32, **tiles, H_kv=2) + 4 * 12 * 50
-    assert abs(report.hbm.total / formula - 1) < 0.05
 
 
 @pytest.mark.parametrize("stage", ["whole_group", "persistent", "hopper_tuned", "transposed_dq"])
@@ -632,10 +621,10 @@ def test_requests_of_wmma_as_measured():
         assert gpu[what] == pytest.approx(ours[what], rel=0.01)
 
 
-# Of those in between one of six; naive would take minutes, and deterministic asks for what recompute does
+# Of those in between one of twelve; naive would take minutes, and deterministic asks for what recompute does
 @pytest.mark.parametrize("stage", [
     name for n, name in enumerate(BACKWARD)
-    if n and name != "deterministic" and (is_end(BACKWARD[name]) or n % 6 == 0)])
+    if n and name != "deterministic" and (is_end(BACKWARD[name]) or n % 12 == 0)])
 def test_backward_requests_as_measured(stage):
     """The same of a backward stage."""
     dtype = BACKWARD[stage].dtypes[-1]
@@ -660,16 +649,20 @@ STORED_WITH_CONFLICTS = ("register_tiles", "vectorized")
 
 @pytest.mark.parametrize("stage", flash.stages(), ids=lambda s: s.path.stem)
 def test_no_bank_conflicts(stage):
-    """No other stage has any at d = 64: each access takes the least wavefronts that its size allows."""
-    rows = (0, 15, 20) if is_end(stage) else (20,)                     # of small, middling and large calls
-    tiles = [stage.default_tiles(64, 1 << n) for n in rows]
+    """No other stage has any at d = 64: each access takes the least wavefronts that its size allows. At the
+    ends of branches also with the tiles of middling and large calls, and a mask."""
+    in_small_calls = inspected if stage.direction == "fwd" else inspected_group
+    reports = [in_small_calls(stage.name, 72)]
+    tiles = [stage.default_tiles(64, 1 << n) for n in (15, 20)] if is_end(stage) else []
     for tile in [tile for n, tile in enumerate(tiles) if tile not in tiles[:n]]:
         q, k, v = random_qkv(1, 1, 1, 70, 90, 64, "cpu", stage.dtypes[0])
         if stage.direction == "bwd":
-            report = inspected_backward(stage.name, q, k, v, 20, **tile)
+            reports.append(inspected_backward(stage.name, q, k, v, 20, **tile))
         else:
             with flash.inspect() as report:
                 flash.attention(q, k, v, causal=True, stage=stage, **tile)
+            reports.append(report)
+    for report in reports:
         shared = [access for access in report.accesses if access.memory == "shared"]
         assert bool(shared) == (stage.name != "naive") and report.findings == []
         conflicts = {access.array: access.ways for access in shared if access.units > access.ideal}
@@ -778,19 +771,21 @@ def test_no_finding_in_a_correct_stage(monkeypatch, stage, shape):
     for schedule in (SCHEDULES[stage.number % 2::2] if stage.default
                      else [SCHEDULES[stage.number % len(SCHEDULES)]])])
 def test_no_finding_in_a_correct_backward_stage(monkeypatch, stage, seed, copies):
-    """With small tiles, gaps and a mask; with middling ones, fewer keys than queries, and the last type."""
+    """With small tiles, gaps and a mask; with middling ones, fewer keys than queries, and the last type: then
+    the header's formula holds, too."""
     set_schedule(monkeypatch, seed, copies)
     small, middling, _ = tile_sizes(BACKWARD[stage], 32)
     dtypes, both = BACKWARD[stage].dtypes, is_end(BACKWARD[stage])         # in the middle one or the other
     if both or BACKWARD[stage].number % 2:
         assert inspected_backward(stage, *qkv_with_gaps("cpu", dtypes[0]), **small).findings == []
     if both or BACKWARD[stage].number % 2 == 0:
-        q, k, v = random_qkv(1, 2, 1, 70, 50, 32, "cpu", dtypes[-1])
-        assert inspected_backward(stage, q, k, v, **middling).findings == []
+        q, k, v = random_qkv(1, 4, 2, 70, 50, 32, "cpu", dtypes[-1])
+        report = inspected_backward(stage, q, k, v, **middling)
+        formula = BACKWARD[stage].hbm_bytes(1, 4, 70, 50, 32, **middling, H_kv=2) + 4 * 4 * 70
+        assert report.findings == [] and abs(report.hbm.total / formula - 1) < 0.05
 
 
-@pytest.mark.parametrize("stage", [name for name, stage in BY_NAME.items()
-                                   if is_end(stage) or stage.number % 3 == 0])
+@pytest.mark.parametrize("stage", [name for name, stage in BY_NAME.items() if is_end(stage)])
 def test_no_finding_with_gaps_and_repeated_heads(stage):
     """Strided tensors keep their meaning in the checker's copies."""
     dtype = BY_NAME[stage].dtypes[0]
