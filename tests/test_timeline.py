@@ -46,12 +46,12 @@ def test_every_hopper_stage_leaves_marks():
 
 
 @needs_nvcc
-@pytest.mark.parametrize("stage", [stage for stage in ALL if is_end(stage) or stage.number % 3 == 1
-                                   or stage.name in list(SPILLED)[::2]], ids=lambda stage: stage.path.stem)
+@pytest.mark.parametrize("stage", [stage for stage in ALL if is_end(stage) or stage.default or stage.number % 6 == 1
+                                   or stage.name in list(SPILLED)[::3]], ids=lambda stage: stage.path.stem)
 def test_compiles_with_marks(stage, tmp_path):
     """Marks everywhere, in six stages not where products are under way: ptxas serialises none, and spills
     nothing but a few bytes of producers. Of one stage a pass the host's code, too. Of rungs in the middle
-    half of those that spill, and one of three."""
+    one of three of those that spill, and one of six."""
     more = {"TIMELINE_FILE": timeline.FILES[stage.direction],
             "TIMELINE_IN_FLIGHT": str(int((stage.direction, stage.name) not in NOT_IN_FLIGHT))}
     output = ("-c", "-Xcompiler", "-fPIC") if stage.name == "tma" else ("-cubin",)
