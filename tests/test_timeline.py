@@ -46,8 +46,9 @@ def test_every_hopper_stage_leaves_marks():
 
 
 @needs_nvcc
-@pytest.mark.parametrize("stage", [stage for stage in ALL if is_end(stage) or stage.default or stage.number % 6 == 1
-                                   or stage.name in list(SPILLED)[::3]], ids=lambda stage: stage.path.stem)
+@pytest.mark.parametrize("stage", [
+    stage for stage in ALL if is_end(stage) or stage.default or stage.number % 6 == 1
+    or stage.name in list(SPILLED)[::3]], ids=lambda stage: stage.path.stem)
 def test_compiles_with_marks(stage, tmp_path):
     """Marks everywhere, in six stages not where products are under way: ptxas serialises none, and spills
     nothing but a few bytes of producers. Of one stage a pass the host's code, too. Of rungs in the middle
