@@ -467,15 +467,18 @@ def test_atomics_only_where_the_header_says_so(kernel, monkeypatch, scratch):
 
 @pytest.mark.parametrize("kernel", DETERMINISTIC, ids=name_of)
 def test_bits_do_not_depend_on_the_batch(kernel, device):
-    """A sample gives the same bits alone and as the first or the last of four."""
-    q, k, v = random_for(kernel, 4, 4, 2, 70, 300, 32, device)
+    """A sample gives the same bits alone and as the first or the last of four. Not dK and dV where a block
+    takes as many query heads as the call has blocks for: their sums have another order then. (In the first
+    type, as rounding to bf16 hides that.)"""
+    q, k, v = random_qkv(4, 4, 2, 70, 300, 32, device, BY_NAME[kernel[0]].dtypes[0])
     do, dlse = random_gradients(q)
     tiles = small_tiles(kernel)
     q[3], k[3], v[3], do[3], dlse[3] = q[0], k[0], v[0], do[0], dlse[0]
     alone = run(kernel, *(x[:1] for x in (q, k, v, do)), 230, None, dlse[:1], **tiles)
     together = run(kernel, q, k, v, do, 230, None, dlse, **tiles)
+    same = 1 if kernel[0] in WRITERS else 3
     for b in (0, 3):
-        assert_equal([x[b:b + 1] for x in together], alone)
+        assert_equal([x[b:b + 1] for x in together[:same]], alone[:same])
 
 
 @pytest.mark.parametrize("kernel, mask", [
