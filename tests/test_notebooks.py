@@ -9,7 +9,9 @@ import pytest
 import torch
 
 nbclient = pytest.importorskip("nbclient", reason="nbclient, which jupyter brings, is missing")
+import forked_kernels  # noqa: E402
 import nbformat  # noqa: E402
+from jupyter_client.provisioning import local_provisioner  # noqa: E402
 
 import flash  # noqa: E402
 from flash_ladder.grid import SIDE_BRANCH  # noqa: E402
@@ -47,8 +49,11 @@ def test_there_is_one_for_each_lesson():
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
-def test_is_as_committed(file):
+def test_is_as_committed(file, monkeypatch):
     """Executed again without a GPU, in less than two minutes; same text, same number of pictures."""
+    monkeypatch.setattr(local_provisioner, "launch_kernel", forked_kernels.Kernel)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")    # for what the kernels are forks of
+    monkeypatch.setenv("MPLBACKEND", "Agg")
     start = time.monotonic()
     executed = notebooks.execute(file)
     seconds = time.monotonic() - start
