@@ -127,7 +127,8 @@ def calls_of(exercise: Exercise) -> tuple:
             exercise.calls.cases)
 
 
-FIRST = {e.number: next(first for first in EXERCISES if calls_of(first) == calls_of(e)) for e in EXERCISES}
+CALLS = [calls_of(e) for e in EXERCISES]
+FIRST = {e.number: EXERCISES[CALLS.index(calls)] for e, calls in zip(EXERCISES, CALLS, strict=True)}
 
 
 @pytest.mark.parametrize("exercise", of_one_exercise(EXERCISES))

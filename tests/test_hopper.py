@@ -708,7 +708,8 @@ def test_mistakes_in_tiles_that_are_cut(device, code, other, tmp_path, monkeypat
 @pytest.mark.parametrize("d, Br, Bc, N_q, N_k", EQUAL_TILES[::2])
 def test_what_a_cut_leaves_as_it_is(device, d, Br, Bc, N_q, N_k):
     """A sink counts once, dropout drops the same elements and is scaled once, rows may see no key of a part,
-    or of both: as in hopper_tuned, but for the last bits. With another mask all bits are the same."""
+    or of both: as in hopper_tuned, but for the last bits. With another mask all bits are the same. (Of each
+    size some of these.)"""
     B = 1 if device == "cpu" else 40
     q, k, v = random_qkv(B, 5, 5, N_q, N_k, d, device, torch.float16)
     bias = torch.zeros(N_q, N_k, device=device)
@@ -719,12 +720,16 @@ def test_what_a_cut_leaves_as_it_is(device, d, Br, Bc, N_q, N_k):
         for stage in ("hopper_tuned", "stream_k"):
             torch.manual_seed(0)
             yield flash.attention(q, k, v, stage=stage, return_lse=True, Br=Br, Bc=Bc, **options)
-    for options in ({"sink": sink, "dropout_p": 0.3}, {"dropout_p": 0.8}, {"dropout_p": 1.0},
-                    {"mask": flash.masks.additive(bias)}, {"mask": flash.masks.softcap(1.0), "sink": sink}):
+    turn = EQUAL_TILES[::2].index((d, Br, Bc, N_q, N_k))
+    for options in (
+            ({"sink": sink, "dropout_p": 0.3}, {"mask": flash.masks.additive(bias)}),
+            ({"dropout_p": 0.8}, {"dropout_p": 1.0}, {"mask": flash.masks.softcap(1.0), "sink": sink}),
+            ({"mask": flash.masks.additive(bias)}, {"sink": sink, "dropout_p": 0.3}))[turn]:
         for expected, found in zip(*both(**options), strict=True):
             torch.testing.assert_close(found, expected, atol=4e-3, rtol=2e-3)
-    for expected, found in zip(*both(mask=flash.masks.window(90, 60)), strict=True):
-        assert torch.equal(expected, found)
+    if turn < 2:
+        for expected, found in zip(*both(mask=flash.masks.window(90, 60)), strict=True):
+            assert torch.equal(expected, found)
 
 
 @pytest.mark.parametrize("stage, causal", [("hopper_tuned", True), ("stream_k", False), ("stream_k", True)])
