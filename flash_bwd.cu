@@ -98,6 +98,8 @@
 //                                            who is last lets it be converted
 //   stages/bwd_39_packed.cuh                 (after hopper_tuned) packed sequences: a map with the rows in
 //                                            two dimensions ends where a sequence does
+//   stages/bwd_40_packed_semaphores.cuh      packed sequences with the same bits in each run: sums of dQ in
+//                                            the order of keys, by semaphores
 // The lines at a stage's start, and the two functions that it defines, are those of a forward stage.
 #include <cuda_runtime.h>
 #include <math.h>

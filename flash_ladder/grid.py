@@ -43,15 +43,14 @@ UP_TO_64 = ("transposed_dq", "next_keys")
 STREAM_K = ("stream_k",)       # of the forward, where all tiles are equal
 # Of the backward, for d <= 192, as a tile of dQ has to fit
 WRITERS = ("writer_warp", "semaphores", "idle_warps", "augmented", "first_stores")
-IN_ORDER = ("semaphores", "first_stores")     # of these, with a fixed order of sums
-PACKED = ("packed",)           # for packed sequences: other calls are its parent's
+PACKED = ("packed", "packed_semaphores")   # for packed sequences: few other calls take one
 SHORT_LAST = ("short_last",)   # of the forward: its parent in another order of tiles
 
 
 def is_end(stage) -> bool:
     """Whether a stage is an end of a branch: the root or a leaf of the ladder, or what calls take. One's own
     file is. A fork is not: what is wrong there shows at the ends of all that grew from it."""
-    if stage.name in (*SIDE_BRANCH, *MULTICAST, *UP_TO_64, *PACKED, *SHORT_LAST, *IN_ORDER[:-1]):
+    if stage.name in (*SIDE_BRANCH, *MULTICAST, *UP_TO_64, *PACKED, *SHORT_LAST):
         return False
     is_leaf = all(s.after != stage.name for s in stages(stage.direction))
     return not stage.after or is_leaf or bool(stage.default) or not stage.number

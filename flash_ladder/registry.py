@@ -222,18 +222,24 @@ def _by_preference(ladder: list[Stage], device: torch.device, dtype: torch.dtype
                    sizes: dict[str, int] | None, needs: tuple[str, ...]) -> Iterator[Stage]:
     """All stages, some several times. For each default, that of the latest architecture that the device has
     first, and before others one that is for such calls alone: it, what grew from it, its parent, what else
-    grew from that, and so on. At last, the rest."""
+    grew from that, and so on. Of what grew from one, the last ones first, but for those that are for packed
+    sequences, or for the same bits in each run, if the call has not asked. At last, the rest."""
     by_name = {s.name: s for s in ladder}
 
     def rank(default: Stage) -> tuple:
         has, (major, minor) = has_architecture(device, default.default), capability(default.default)
         return has, bool(default.calls), (major, minor) if has else (-major, -minor)
+
+    def unasked(s: Stage) -> tuple:
+        return "varlen" in s.takes and "varlen" not in needs, s.can_be_deterministic
+
     defaults = sorted((s for s in ladder if s.default and dtype in s.dtypes
                        and (not s.calls or s.is_for(sizes) and not s.lacks(needs))), key=rank, reverse=True)
     for default in defaults:
         for ancestor in _lineage(default, by_name):
             yield ancestor
-            yield from (s for s in reversed(ladder) if ancestor in _lineage(s, by_name))
+            grown = (s for s in reversed(ladder) if ancestor in _lineage(s, by_name))
+            yield from sorted(grown, key=unasked)
     yield from reversed(ladder)
 
 

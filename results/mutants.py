@@ -43,7 +43,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "results")]
 from mutation import NUMBER, Mutant, fingerprint, mutants, schema  # noqa: E402
 
 import flash  # noqa: E402
-from flash_ladder.grid import STREAM_K, UP_TO_64  # noqa: E402
+from flash_ladder.grid import PACKED, STREAM_K, UP_TO_64  # noqa: E402
 
 EQUIVALENT, MISSED = ROOT / "tests" / "equivalent_mutants.txt", ROOT / "tests" / "missed_mutants.txt"
 SECONDS = 180                                    # for one mutant, before it counts as hanging
@@ -112,6 +112,11 @@ IN_ORDER = [
     (1, 2, 1, 70, 300, 72, None, (64, 128), ""),
     (1, 1, 1, 260, 300, 40, -10, (128, 128), ""),
 ]
+# Of these, for d > 192: consumers add a tile in parts, and tell that it is there. Some keys are seen by no row.
+IN_PARTS = [
+    (1, 2, 1, 200, 200, 200, -70, (64, 64), ""),
+    (1, 1, 1, 130, 140, 256, None, (64, 64), ""),
+]
 # "a large key": the last one's scores are so large, or so low, that e^score is infinite, or 0: a row's own
 # maximum must prevent it. "large": all are, and each key is the maximum of some row. "low": all are so low
 # that a key past the end, of score 0, is far above them.
@@ -139,7 +144,7 @@ def shapes_of(stage: flash.Stage) -> list[tuple]:
     if stage.name.endswith(UP_TO_64):
         more = more + BY_TURNS
     if has_fixed_order(stage):
-        more = more + IN_ORDER
+        more = more + IN_ORDER + IN_PARTS * stage.name.endswith(PACKED[-1])
     if "(64,); Bc" in stage.limits:              # of one size
         size = 64, stage.default_tiles(128)["Bc"]
         more = [shape for shape in more + ONE_SIZE if shape[-2] == size]

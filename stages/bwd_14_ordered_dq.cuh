@@ -11,7 +11,7 @@
 // hbm:     B * (4 * d * N_k * (H * 5 ** (H > H_kv) + H_kv) + H * (N_q * (4 * Tc * d + 10 * d + 4) +
 //          Tr * Br * (8 * Tc * (d + 1) + 4 * d + 8)))
 // predicted: 1.0x; deterministic: 0.8x, as parts of the GPU idle between launches
-// measured: 0.99x at d=64 causal, 1.00x full, 1.00x at d=128 causal, 0.99x full, 1.00x at d=256 causal, 1.00x
+// measured: 0.99x at d=64 causal, 1.00x full, 1.00x at d=128 causal, 1.00x full, 1.00x at d=256 causal, 1.00x
 //          full (H200, bf16, N=4096; make readme)
 //
 // dQ of a row is a sum over the tiles of keys, added up by atomics in the order in which blocks happen to

@@ -12,7 +12,7 @@
 // hbm:     B * (4 * d * N_k * (H_kv + 4 * H * (H > H_kv)) + H * (N_k * (5 * d + min(d, 64) * (ceil_div(d, 64)
 //          % 2)) + N_q * (10 * d + 4 + 4 * Tc * (2 * d + min(d, 64) * (ceil_div(d, 64) % 2))) +
 //          Tr * Br * (8 * Tc * (d + 2) + 4 * d + 8)))
-// measured: 0.95x at d=64 causal, 0.95x full, 0.91x at d=128 causal, 0.95x full, 0.91x at d=256 causal, 0.93x
+// measured: 0.96x at d=64 causal, 0.96x full, 0.92x at d=128 causal, 0.94x full, 0.91x at d=256 causal, 0.93x
 //          full (H200, bf16, N=4096; make readme)
 //
 // As in semaphores (common/in_order.cuh), with one for either half of dQ's columns. The third warpgroup adds

@@ -407,11 +407,11 @@ def test_what_is_built_ahead(monkeypatch, d, causal, forward, backward):
     (16, True, ("sink", "d_v"), "first_stores"), (64, True, (), "first_stores"),
     (128, True, ("dropout", "sink", "d_v"), "first_stores"), (192, True, ("dropout",), "first_stores"),
     (136, True, (), "exchanged_semaphores"), (256, True, (), "exchanged_semaphores"),
-    (256, True, ("dropout",), "ampere_tuned"), (256, True, ("sink",), "ampere_tuned"),
+    (256, True, ("dropout",), "packed_semaphores"), (256, True, ("sink",), "packed_semaphores"),
     (256, False, ("dropout",), "hopper_tuned"), (256, False, ("sink",), "hopper_tuned"),
     (256, False, ("d_v",), "hopper_tuned"),
     (64, False, ("varlen",), "packed"), (256, False, ("varlen", "dropout"), "packed"),
-    (64, True, ("varlen",), "ampere_tuned")])
+    (64, True, ("varlen",), "packed_semaphores"), (256, True, ("varlen", "sink"), "packed_semaphores")])
 def test_the_default_of_the_backward_pass(monkeypatch, d, deterministic, needs, expected):
     """On Hopper, in a large call: for d <= 128 statistics are columns of the products, for d > 128 two blocks
     share dS, where the call asks for nothing that the stage lacks; and sums have a fixed order, if it asks

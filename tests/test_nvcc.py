@@ -27,7 +27,8 @@ SPILLS = {("bwd", "recompute", 64), ("fwd", "wide_warps", 64),
           ("bwd", "writer_warp", 64), ("bwd", "semaphores", 64), ("bwd", "semaphores", 128),
           ("bwd", "idle_warps", 64), ("bwd", "idle_warps", 128),
           ("bwd", "augmented", 64), ("bwd", "augmented", 128),
-          ("bwd", "first_stores", 64), ("bwd", "first_stores", 128), ("bwd", "packed", 256)}
+          ("bwd", "first_stores", 64), ("bwd", "first_stores", 128), ("bwd", "packed", 256),
+          *(("bwd", "packed_semaphores", d) for d in (64, 128, 256))}
 ALSO_ON = {("bwd", "recompute", 64): ("sm_75", "sm_80", "sm_90a")}
 NOT_IF_DETERMINISTIC = {("bwd", "ampere_tuned", 128), ("bwd", "ampere_tuned", 256)}
 SHARED_MEMORY = {"sm_75": 64 * 1024, "sm_80": 163 * 1024, "sm_90a": 227 * 1024}     # of a block
@@ -191,7 +192,8 @@ def test_compiles_for_every_gpu(stage, architecture, tmp_path):
 SPILLED_VARLEN = {("fwd", "ampere_tuned", 64): 16, ("fwd", "ampere_tuned", 128): 16,
                   ("fwd", "packed", 64): 0, ("fwd", "packed", 128): 0,
                   ("bwd", "ampere_tuned", 64): 0, ("bwd", "ampere_tuned", 128): 192,
-                  ("bwd", "packed", 64): 20, ("bwd", "packed", 128): 20}
+                  ("bwd", "packed", 64): 20, ("bwd", "packed", 128): 20,
+                  ("bwd", "packed_semaphores", 64): 36, ("bwd", "packed_semaphores", 128): 24}
 
 
 @pytest.mark.skipif(NVCC is None, reason=WHY_NOT)

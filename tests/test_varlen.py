@@ -67,8 +67,9 @@ def unpacked(x):
 def test_each_sequence_is_a_call_of_its_own(H, H_kv, d, causal, device):
     """The same bits, with the same tiles; and near float64. Rows that nobody wrote would be NaN."""
     x = Packed(MIXED, H, H_kv, d, device)
+    tiles = TILES | {"Br_bwd": 64} if stages(device)["backward"].name == "packed_semaphores" else TILES
     with poisoned():
-        o, lse, *gradients = x.call(causal=causal, deterministic=True, **TILES)
+        o, lse, *gradients = x.call(causal=causal, deterministic=True, **tiles)
     for rows, keys in x.each():
         q, k, v, do, dlse = x.alone(rows, keys)
         dq, dk, dv = (g[at] for g, at in zip(gradients, (rows, keys, keys)))
@@ -78,7 +79,7 @@ def test_each_sequence_is_a_call_of_its_own(H, H_kv, d, causal, device):
             continue
         leaves = [t.requires_grad_() for t in (q, k, v)]
         alone = flash.attention(*leaves, causal=causal, return_lse=True, deterministic=True, **stages(device),
-                                **TILES)
+                                **tiles)
         found = [unpacked(dq), unpacked(dk), unpacked(dv)]
         assert torch.equal(unpacked(o[rows]), alone[0]) and torch.equal(lse[:, rows][None], alone[1])
         for mine, theirs in zip(found, torch.autograd.grad(alone, leaves, (do, dlse))):
@@ -90,14 +91,15 @@ def test_each_sequence_is_a_call_of_its_own(H, H_kv, d, causal, device):
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("stage", [None, "packed"])
-def test_many_sequences_and_views(stage, device):
+@pytest.mark.parametrize("stage, backward", [(None, None), ("packed", "packed"),
+                                             ("packed", "packed_semaphores")])
+def test_many_sequences_and_views(stage, backward, device):
     """More than a warp has lanes, most of them short; q, k and v are views of one tensor, with other rows
     between theirs. Not deterministic."""
     lengths = [n * 7 % 11 for n in range(75)] + [90]
     x = Packed([(n, n) for n in lengths], 2, 2, 64, device)
     qkv = torch.stack([t.detach() for t in x.leaves], 1).requires_grad_()
-    options = {"causal": True, "stage": stage, "backward": stage}
+    options = {"causal": True, "stage": stage, "backward": backward}
     o = flash.attention_varlen(*qkv.unbind(1), x.starts[0], **options)
     found, = torch.autograd.grad(o, qkv, x.do)
     again = x.call(**options)
@@ -123,12 +125,14 @@ def test_more_sequences_than_a_warp_sees_in_two_looks(device):
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("H, H_kv, d, causal", [(4, 2, 64, True), (1, 1, 136, False)])
-def test_boxes_end_with_their_sequences(H, H_kv, d, causal, device):
+@pytest.mark.parametrize("backward, H, H_kv, d, causal", [
+    ("packed", 4, 2, 64, True), ("packed", 1, 1, 136, False), ("packed_semaphores", 4, 2, 64, True),
+    ("packed_semaphores", 2, 1, 256, False)])
+def test_boxes_end_with_their_sequences(backward, H, H_kv, d, causal, device):
     """Hopper's stages: near float64; and a sequence of infinities leaves the others as they were, whose last
     tiles go on in its rows, and into which its own go on."""
     x = Packed(MIXED, H, H_kv, d, device)
-    options = {"causal": causal, "stage": "packed", "backward": "packed"}
+    options = {"causal": causal, "stage": "packed", "backward": backward}
     with poisoned():
         o, lse, *found = x.call(**options)
     others = []
@@ -176,15 +180,41 @@ def test_blocks_that_take_many_sequences(Br, d, dtype, device, schedule):
         assert torch.equal(unpacked(o[rows]), alone[0]) and torch.equal(lse[:, rows][None], alone[1])
 
 
-def test_hopper_with_dropout_a_sink_and_d_v(monkeypatch):
+@with_two_schedules("d, dtype, causal", [(64, torch.bfloat16, True), (128, torch.float16, False),
+                                         (200, torch.bfloat16, True)])
+def test_the_same_gradients_in_each_run(d, dtype, causal, device, schedule):
+    """On Hopper: sums of dQ in the order of each sequence's keys, whichever sequences are there beside it.
+    (How many heads of a key head are summed by one block depends on how many tiles there are.)"""
+    x = Packed([(3, 8), (0, 70), (200, 300), (130, 64), (40, 0)], 4, 2, d, device, dtype)
+    options = {"causal": causal, "stage": "packed", "backward": "packed_semaphores", "deterministic": True}
+    with poisoned():
+        o, _, *found = x.call(**options)
+    assert all(torch.equal(mine, again) for mine, again in zip(found, x.call(**options)[2:]))
+    for rows, keys in x.each():
+        mine = [unpacked(g[at]) for g, at in zip(found, (rows, keys, keys))]
+        if rows.start == rows.stop or keys.start == keys.stop:
+            assert not any(g.any() for g in mine)
+            continue
+        q, k, v, do, dlse = x.alone(rows, keys)
+        leaves = [t.requires_grad_() for t in (q, k, v)]
+        alone = flash.attention(*leaves, return_lse=True, **options)
+        assert torch.equal(mine[0], torch.autograd.grad(alone, leaves, (do, dlse))[0])
+        leaves = [t.detach() for t in leaves]
+        diagonal = k.shape[2] - q.shape[2] if causal else None
+        check_gradients(mine, *leaves, do, diagonal, None, dlse)
+
+
+@pytest.mark.parametrize("backward, d", [
+    ("packed", 64), ("packed_semaphores", 64), ("packed_semaphores", 256)])
+def test_hopper_with_dropout_a_sink_and_d_v(backward, d, monkeypatch):
     """The same elements are dropped as by the stage that needs no Hopper."""
     held(monkeypatch)
-    x = Packed([(40, 40), (30, 150), (130, 60)], 2, 1, 64, "cpu", d_v=32)
+    x = Packed([(40, 40), (30, 150), (130, 60)], 2, 1, d, "cpu", d_v=32)
     sink = torch.tensor([0.5, -1.0], requires_grad=True)
     found = []
-    for stage in ("ampere_tuned", "packed"):
-        o = flash.attention_varlen(*x.leaves, *x.starts, dropout_p=0.3, sink=sink, stage=stage,
-                                   backward=stage)
+    for options in ({"stage": "ampere_tuned", "backward": "ampere_tuned"},
+                    {"stage": "packed", "backward": backward}):
+        o = flash.attention_varlen(*x.leaves, *x.starts, dropout_p=0.3, sink=sink, **options)
         found.append([o, *torch.autograd.grad(o, [*x.leaves, sink], x.do)])
     for mine, theirs in zip(*found):
         torch.testing.assert_close(mine, theirs, rtol=2e-2, atol=2e-2)
@@ -206,9 +236,10 @@ def test_a_document_mask_is_the_same():
 def test_masks_count_from_each_sequences_last_key():
     x = Packed([(40, 90), (0, 3), (70, 33)], 2, 2, 32, "cpu")
     mask = M.window(20, 3) & M.softcap(5.0) & M.alibi(torch.tensor([0.1, 0.4])) & M.prefix(9)
-    hoppers = x.call(mask=mask, stage="packed", backward="packed")
-    for mine, theirs in zip(hoppers, x.call(mask=mask)):
-        torch.testing.assert_close(mine, theirs, rtol=2e-2, atol=2e-2)
+    for backward in ("packed", "packed_semaphores"):
+        hoppers = x.call(mask=mask, stage="packed", backward=backward)
+        for mine, theirs in zip(hoppers, x.call(mask=mask)):
+            torch.testing.assert_close(mine, theirs, rtol=2e-2, atol=2e-2)
     found = x.call(mask=mask, deterministic=True, **TILES)
     for rows, keys in x.each():
         if rows.start < rows.stop:
@@ -246,16 +277,18 @@ def test_dropout_a_sink_and_d_v(monkeypatch):
 
 # ------------------------------------------------------------------------------------------ around it
 @pytest.mark.skipif(not flash.can_inspect(), reason=str(flash.can_inspect()))
-@pytest.mark.parametrize("stage", ["ampere_tuned", "packed"])
-def test_the_checker_finds_nothing(stage):
+@pytest.mark.parametrize("stage, backward, d", [
+    ("ampere_tuned", "ampere_tuned", 32), ("packed", "packed", 32), ("packed", "packed_semaphores", 32),
+    ("packed", "packed_semaphores", 256)])
+def test_the_checker_finds_nothing(stage, backward, d):
     """With a workspace between red zones, and all rows counted."""
-    x = Packed([(33, 40), (0, 3), (70, 20)], 2, 1, 32, "cpu")
+    x = Packed([(33, 40), (0, 3), (70, 20)], 2, 1, d, "cpu")
     tiles = TILES | {"Br_bwd": 64} if stage == "packed" else TILES
     with flash.inspect() as report:
-        x.call(causal=True, stage=stage, backward=stage, **tiles)
+        x.call(causal=True, stage=stage, backward=backward, **tiles)
     assert not report.findings, report.findings
     pairs = sum(max(0, k - q + row + 1) for q, k in ((33, 40), (70, 20)) for row in range(q))
-    assert report.flops == (4 + 10) * 32 * 2 * pairs
+    assert report.flops == (4 + 10) * d * 2 * pairs
 
 
 def test_one_plan_for_all_lengths(monkeypatch):

@@ -21,6 +21,7 @@ from rich.table import Table
 
 import flash
 
+from ..grid import PACKED
 from ..launch import more_macros
 from ..plan import Plan, as_scale, empty_like, forward_outputs
 from ..simulator import missing_compiler
@@ -50,7 +51,7 @@ def has_marks(stage: flash.Stage) -> bool:
     """Whether a stage calls what leaves marks: those from tma on, but for the backward's packed, whose copies
     are asked for in stages/common."""
     includes = any(file.name == NEEDED for file in source_files(stage.path))
-    return includes and (stage.direction, stage.name) != ("bwd", "packed")
+    return includes and not (stage.direction == "bwd" and stage.name in PACKED)
 
 
 def check_stages(stages: list[flash.Stage]) -> None:

@@ -105,13 +105,12 @@ __device__ __forceinline__ void add_clear_convert(const StagedSums<buffers>& sum
                                                   const Workspace& w, const Items& items,
                                                   const K_ring& K_smem, const Handed* handed) {
   if (warp_index() % 4 > 1) return clear_and_convert(p, w, items);
-  const int Tr = ceil_div(p.N_q, BLOCK_R);
   unsigned n = 0;                           // tiles so far
-  for_each_item(p, items, K_smem, handed, [&](const Mask& mask, int j, int bh) {
-    int* counters = counters_of(w) + bh * Tr;
+  for_each_item(p, items, K_smem, handed, [&](const Mask& mask, int j, int first) {
+    int* counters = counters_of(w) + first;
     const auto tiles = mask.query_tiles(j);
     for (int t = tiles.first; t < tiles.end; t++, n++) {
-      sums.add(n, bh * Tr + tiles[t]);
+      sums.add(n, first + tiles[t]);
       if (threadIdx.x % 32 == 0) bulk_wait<1>();
       if (threadIdx.x % 32 == 0 && t > tiles.first) count_release(counters + tiles[t - 1]);
     }

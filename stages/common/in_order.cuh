@@ -79,23 +79,22 @@ __device__ __forceinline__ void keep_order(const Place& turn, uint64_t* added, c
 // What two warps beside the producer do, so that no consumer waits for a semaphore, or for its sums to be in
 // HBM: one asks whose turn it is, the other one adds what is staged, and counts it.
 // first_stores: the first sum of a tile of dQ is stored, so that nobody has to clear it.
-template <bool first_stores = false, int buffers, class K_ring>
+template <bool first_stores = false, class Item = WholeItem, int buffers, class K_ring>
 __device__ __forceinline__ void add_in_order(const StagedSums<buffers>& sums, int* semaphores,
                                              const BwdParams& p, const Items& items,
                                              const K_ring& K_smem, const Handed* handed) {
-  const int Tr = ceil_div(p.N_q, BLOCK_R);
   const Place turn = sums.turn();
   unsigned n = 0;                           // tiles so far
-  for_each_item(p, items, K_smem, handed, [&](const Mask& mask, int j, int bh) {
+  for_each_item<Item>(p, items, K_smem, handed, [&](const Mask& mask, int j, int first) {
     const auto tiles = mask.query_tiles(j);
-    if (warp_index() % 4 == 1) return ask_for_turns(turn, mask, tiles, j, semaphores + bh * Tr, 1, n);
+    if (warp_index() % 4 == 1) return ask_for_turns(turn, mask, tiles, j, semaphores + first, 1, n);
     for (int t = tiles.end - 1; t >= tiles.first; t--, n++) {
       turn.wait_until_full(n);
       turn.emptied();
-      sums.add(n, bh * Tr + tiles[t], first_stores && tiles_before(mask, tiles[t], j) == 0);
+      sums.add(n, first + tiles[t], first_stores && tiles_before(mask, tiles[t], j) == 0);
       if (threadIdx.x % 32 > 0) continue;
       bulk_wait<0>();
-      count_release(semaphores + bh * Tr + tiles[t]);
+      count_release(semaphores + first + tiles[t]);
     }
   });
 }

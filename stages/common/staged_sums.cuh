@@ -8,7 +8,7 @@
 // for them.
 template <int buffers>
 struct StagedSums {
-  static constexpr int numbers = BLOCK_R * HEAD_DIM, room = BLOCK_R * panel * panels;
+  static constexpr int numbers = BLOCK_R * HEAD_DIM, room = BLOCK_R * panel * panels, all = buffers * room;
   float *staged, *dQ_accum;
   uint64_t* barriers;        // of each buffer
 
@@ -21,10 +21,10 @@ struct StagedSums {
   }
 
   // By consumers, the n-th tile: strips of 16 rows, the first one from `row` on, the next one 64 further on.
-  // Columns before first_col are another warp's.
+  // Columns before first_col are another warp's. (What else there is, here and below, is SumsInTurn's.)
   template <int strips, int n_tiles>
   __device__ __forceinline__ void stage(int n, const float (&acc)[strips][n_tiles][4], int row, int col,
-                                        int first_col) const {
+                                        int first_col, int = 0, int = 0) const {
     place(n).wait_until_empty(n / buffers);
     #pragma unroll
     for (int s = 0; s < strips; s++) {
@@ -41,7 +41,7 @@ struct StagedSums {
   }
 
   // By consumers that have staged: until all before the n-th have left. buffer: theirs
-  __device__ __forceinline__ void wait_until_left(int n, int buffer) const {
+  __device__ __forceinline__ void wait_until_left(int n, int buffer, int = 0) const {
     place(buffer).wait_until_empty((n + buffers - 1 - buffer) / buffers);
   }
 
@@ -59,19 +59,31 @@ struct StagedSums {
   }
 };
 
-// f(mask, j, head) for each item of a block, tile j of K and V, and each of its query heads, by a warp beside
-// the producer
-template <class K_ring, class F>
+// An item of a call without packed sequences; packed_items.cuh has the others
+struct WholeItem {
+  const BwdParams& p;
+  Handed work;
+  int heads_before, first_i;
+
+  __device__ __forceinline__ WholeItem(const BwdParams& p, const Handed& work)
+      : p(p), work(work), heads_before(work.b * p.H), first_i(0) {}
+};
+
+// f(mask, j, first) for each item of a block, tile j of K and V, and each of its query heads, by a warp
+// beside the producer. first: the head's first tile of dQ, of all there are
+template <class Item = WholeItem, class K_ring, class F>
 __device__ __forceinline__ void for_each_item(const BwdParams& p, const Items& items, const K_ring& K_smem,
                                               const Handed* handed, F f) {
+  const int Tr = ceil_div(p.N_q, BLOCK_R);
   wait_for_previous_kernel();
   for (int m = 0;; m++) {
     K_smem.wait_until_full(m);
     const Handed work = of_lane_0(handed);
     K_smem.release(m);
     if (work.tile < 0) return;
+    const Item in(p, work);
     for (int bh = work.bh; bh < work.bh + items.block_heads; bh++)
-      f(Mask(p, work.b, bh - work.b * p.H), work.tile, bh);
+      f(Mask(in.p, in.work.b, bh - in.heads_before), in.work.tile, bh * Tr + in.first_i);
   }
 }
 
@@ -80,9 +92,9 @@ template <int buffers, class K_ring>
 __device__ __forceinline__ void add_sums(const StagedSums<buffers>& sums, const BwdParams& p,
                                          const Items& items, const K_ring& K_smem, const Handed* handed) {
   unsigned n = 0;                           // tiles so far
-  for_each_item(p, items, K_smem, handed, [&](const Mask& mask, int j, int bh) {
+  for_each_item(p, items, K_smem, handed, [&](const Mask& mask, int j, int first) {
     const auto tiles = mask.query_tiles(j);
-    for (int t = tiles.first; t < tiles.end; t++, n++) sums.add(n, bh * ceil_div(p.N_q, BLOCK_R) + tiles[t]);
+    for (int t = tiles.first; t < tiles.end; t++, n++) sums.add(n, first + tiles[t]);
   });
   if (threadIdx.x % 32 == 0) bulk_wait<0>();
 }

@@ -1,0 +1,59 @@
+// Sums of dQ that consumers add when it is their turn. Introduced by: backward stage 40, packed_semaphores.
+#pragma once
+#include "bulk_sums.cuh"
+#include "in_order.cuh"
+
+// As StagedSums, for d > 192, where shared memory has no room for a tile. So consumers add it in parts, and
+// wait for the turn themselves. They do not wait until their sums are in HBM: they tell it with the next
+// tile's, or at the item's end. For an item that is once more than it has tiles of Q, first of nothing.
+struct SumsInTurn {
+  static constexpr int adders = BLOCK_R / 8, all = 64 * BLOCK_C, room = all / adders;    // of a warp
+  float *staged, *dQ_accum;
+  uint64_t* barriers;
+
+  __device__ __forceinline__ Place turn() const { return Place(barriers); }
+  __device__ __forceinline__ Place told(unsigned k) const { return Place(barriers + 2 + k % 2 * 2); }
+
+  __device__ __forceinline__ void init(int) const {
+    for (int k = 0; k < 2; k++) told(k).init(adders, 1);
+  }
+
+  // m: items so far. tile: of all tiles of dQ
+  template <int strips, int n_tiles>
+  __device__ __forceinline__ void stage(int n, const float (&acc)[strips][n_tiles][4], int row, int col,
+                                        int first_col, int m, int tile) const {
+    wait_until_left(n, 0, m);
+    turn().wait_until_full(n);
+    bulk_add_fragments<room / 128>(dQ_accum + int64_t(tile) * (BLOCK_R * HEAD_DIM),
+                                   staged + warp_index() * room, acc, row, col, first_col);
+    turn().emptied();
+  }
+
+  // And are there; which is told
+  __device__ __forceinline__ void wait_until_left(int n, int, int m) const {
+    if (threadIdx.x % 32 == 0) bulk_wait<0>();
+    told(n + m).wait_until_empty((n + m) / 2);
+    told(n + m).filled();
+  }
+};
+
+// One of two warps beside the producer asks whose turn it is, the other one counts what is there.
+template <bool, class Item, class K_ring>
+__device__ __forceinline__ void add_in_order(const SumsInTurn& sums, int* semaphores, const BwdParams& p,
+                                             const Items& items, const K_ring& K_smem, const Handed* handed) {
+  unsigned n = 0, k = 0, heads = 0;         // tiles so far, what has been told, heads
+  int last = -1;                            // the tile that is added
+  auto count = [&](int next) {
+    sums.told(k).wait_until_full(k / 2);
+    sums.told(k++).emptied();
+    if (threadIdx.x % 32 == 0 && last >= 0) count_release(semaphores + last);
+    last = next;
+  };
+  for_each_item<Item>(p, items, K_smem, handed, [&](const Mask& mask, int j, int first) {
+    const auto tiles = mask.query_tiles(j);
+    if (warp_index() % 4 == 1)
+      return ask_for_turns(sums.turn(), mask, tiles, j, semaphores + first, 1, n);
+    for (int t = tiles.end - 1; t >= tiles.first; t--) count(first + tiles[t]);
+    if (++heads % items.block_heads == 0) count(-1);
+  });
+}
