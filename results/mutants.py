@@ -112,7 +112,7 @@ IN_ORDER = [
     (1, 2, 1, 70, 300, 72, None, (64, 128), ""),
     (1, 1, 1, 260, 300, 40, -10, (128, 128), ""),
 ]
-# Of these, for d > 192: consumers add a tile in parts, and tell that it is there. Some keys are seen by no row.
+# And for d > 192, where consumers add a tile in parts, and tell that it is there. No row sees some keys.
 IN_PARTS = [
     (1, 2, 1, 200, 200, 200, -70, (64, 64), ""),
     (1, 1, 1, 130, 140, 256, None, (64, 64), ""),
