@@ -14,6 +14,7 @@ import sys
 import time
 from pathlib import Path
 
+import forked_judges
 import pytest
 
 import flash
@@ -34,6 +35,18 @@ LOOP = Change("m[r] = m_new;", "m[r] = m_new; for (;;) __syncwarp();")
 @pytest.fixture(autouse=True)
 def on_the_cpu(monkeypatch):
     monkeypatch.delenv("FLASH_SIM_SEED", raising=False)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")    # for what the judges are forks of
+
+
+@pytest.fixture(autouse=True)
+def judges_are_forks(monkeypatch):
+    """Where a test does not ask for `judges_are_started`."""
+    monkeypatch.setattr(process, "subprocess", forked_judges)
+
+
+@pytest.fixture
+def judges_are_started(judges_are_forks, monkeypatch):
+    monkeypatch.setattr(process, "subprocess", subprocess)
 
 
 def written(folder: Path, text: str, exercise=ONE) -> Path:
@@ -120,7 +133,7 @@ def test_code_that_changes_pythons_side(tmp_path):
     assert not verdict.passed and verdict.reason
 
 
-def test_what_the_stages_process_finds(tmp_path, monkeypatch):
+def test_what_the_stages_process_finds(tmp_path, monkeypatch, judges_are_started):
     """No number of the check's, in its arguments, environment, stdin and memory; no pipe but its own; and its
     limits."""
     nonce, known = "1f0e2d3c" * 8, "7a6b5c4d" * 8
@@ -145,11 +158,12 @@ def test_what_the_stages_process_finds(tmp_path, monkeypatch):
       for (std::string line; std::getline(maps, line);) {{
         if (sscanf(line.c_str(), "%zx-%zx r", &from, &to) != 2 || to - from > (1u << 28)) continue;
         std::vector<char> bytes(to - from);
-        ssize_t size = pread(memory, bytes.data(), bytes.size(), from);
-        for (ssize_t i = 0; i + 64 <= size; i++) {{
-          for (int n = 0; n < 2; n++) {{
-            int same = 0;
-            while (same < 64 && bytes[i + same] + 1 == sought[n][same]) same++;
+        const char* end = bytes.data() + pread(memory, bytes.data(), bytes.size(), from);
+        for (int n = 0; n < 2; n++) {{
+          for (const char* at = bytes.data(); at + 64 <= end; at++) {{
+            if (!(at = (const char*) memchr(at, sought[n][0] - 1, end - at)) || at + 64 > end) break;
+            int same = 1;
+            while (same < 64 && at[same] + 1 == sought[n][same]) same++;
             found[n] += same == 64;
           }}
         }}
@@ -319,13 +333,13 @@ def test_host_code_without_an_end(tmp_path):
     assert not runs(int((tmp_path / "pid").read_text()))
 
 
-def test_an_interrupted_check(tmp_path, monkeypatch):
+def test_an_interrupted_check(tmp_path, monkeypatch, judges_are_started):
     """Ctrl-C, or an error of ours, leaves no process."""
-    started = []
+    before, started = process._descendants(os.getpid()), []
 
     def interrupted(pipe, deadline):
         while len(started) < 2 and time.monotonic() < deadline:  # the judge, and the stage's process
-            started[:] = process._descendants(os.getpid())
+            started[:] = [pid for pid in process._descendants(os.getpid()) if pid not in before]
             time.sleep(0.05)
         raise KeyboardInterrupt
 
@@ -390,7 +404,7 @@ def can_leave_network() -> bool:
 
 
 @pytest.mark.skipif(not can_leave_network(), reason="this system does not allow network namespaces")
-def test_no_network(tmp_path):
+def test_no_network(tmp_path, judges_are_started):
     """Not even this machine's own."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         body = f"""sockaddr_in address {{}};
@@ -567,17 +581,15 @@ def test_new_never_overwrites(capsys, tmp_path):
     assert "is left as it is" in " ".join(capsys.readouterr().err.split())
 
 
-def test_check_as_a_learner_does(tmp_path):
-    """From new to passed, by the commands, with JSON."""
-    command = [sys.executable, "-m", "tutorials.exercises"]
-    options = {"cwd": flash.ROOT, "capture_output": True, "text": True}
+def test_check_as_a_learner_does(capsys, tmp_path):
+    """From new to passed, by the commands, the last one in a process of its own, with JSON."""
     folder = ["--folder", str(tmp_path)]
-    subprocess.run([*command, "new", str(ONE.number), *folder], check=True, **options)
-    before = subprocess.run([*command, "check", str(ONE.number), *folder], **options)
-    assert before.returncode == 1 and "Nothing is written yet" in " ".join(before.stdout.split())
+    assert run("new", ONE.number, *folder) == 0 and run("check", ONE.number, *folder) == 1
+    assert "Nothing is written yet" in " ".join(capsys.readouterr().out.split())
     file = tmp_path / ONE.file_name
     file.write_text(with_sections(file.read_text(), ONE.answers()))
-    after = subprocess.run([*command, "check", str(ONE.number), *folder, "--json"], **options)
+    after = subprocess.run([sys.executable, "-m", "tutorials.exercises", "check", str(ONE.number), *folder,
+                            "--json"], cwd=flash.ROOT, capture_output=True, text=True)
     verdict = json.loads(after.stdout)
     assert after.returncode == 0 and verdict["passed"] and verdict["exercise"] == ONE.number
     assert verdict["score"]["hbm"][0] == verdict["score"]["hbm"][1] > 0
@@ -656,7 +668,7 @@ def test_a_class_with_everything_in_it(capsys, tmp_path):
     (tmp_path / "two" / name).write_text(ONE.learners_file())
     (tmp_path / "two" / f"{name[:2]}_another.cuh").mkdir()
     (tmp_path / "zero" / name).symlink_to("/dev/zero")
-    (tmp_path / "unreadable" / name).write_text(ONE.solved())
+    (tmp_path / "unreadable" / name).write_text(ONE.learners_file())
     (tmp_path / "unreadable" / name).chmod(0)
     (tmp_path / "nobody").symlink_to(tmp_path / "nowhere")
     folder = os.open(tmp_path / "socket", os.O_RDONLY)
@@ -675,7 +687,7 @@ def test_a_class_with_everything_in_it(capsys, tmp_path):
         assert (student, reason) in found, found
         assert re.search(message, found[student, reason]), found
     assert ("right", "") in found and ("two", "not started") in found and ("two", "unreadable") in found
-    assert ("unreadable", "" if os.getuid() == 0 else "unreadable") in found
+    assert ("unreadable", "not started" if os.getuid() == 0 else "unreadable") in found
     assert len(rows) == 13
     out = " ".join(capsys.readouterr().out.split())
     assert "13 files" in out and "nobody" not in out

@@ -64,15 +64,20 @@ def leave_network() -> None:
                 Path("/proc/self", file).write_text(text)
 
 
-def main(argv: list[str]) -> None:
-    seconds, *command = argv
-    lower("RLIMIT_CPU", int(seconds), more=5)  # SIGXCPU, then SIGKILL
+def confine(seconds: int) -> None:
+    """Give this process the limits: so many seconds of CPU time, and the constants above."""
+    lower("RLIMIT_CPU", seconds, more=5)  # SIGXCPU, then SIGKILL
     lower("RLIMIT_FSIZE", FILE_BYTES)
     lower("RLIMIT_CORE", 0)
     lower("RLIMIT_NPROC", threads_of_user() + MORE_PROCESSES)
     leave_network()
     if sys.platform.startswith("linux"):
         call("prctl", SUBREAPER, 1, 0, 0, 0)  # who leaves the group is still this process's descendant
+
+
+def main(argv: list[str]) -> None:
+    seconds, *command = argv
+    confine(int(seconds))
     os.execv(command[0], command)
 
 
