@@ -15,6 +15,7 @@ gc.disable()  # what is imported and collected stays; see pytest_collection_fini
 
 if "PYTEST_XDIST_WORKER" in os.environ:  # the workers share the cores, and PyTorch's threads wait busily
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # for each other: test_forward took 4 times the CPU time
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # or each process that a test starts compiles our modules
 os.environ.setdefault("FLASH_SIM_SECONDS", "200")  # a kernel that hangs fails its test, with the line
 
 import torch  # noqa: E402
