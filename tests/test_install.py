@@ -121,7 +121,6 @@ def test_console_command(installed):
     assert "  flash-ladder check mine.cuh\n" in out and "bench.py" not in out
     assert "  python -m flash_ladder.bench --stages flash2,mine.cuh\n" in out
     assert "--sweep STAGE" in installed.run("python", "-m", "flash_ladder.bench", "--help")
-    assert "flash-ladder" in installed.run("flash-ladder", "--help")
     builds = installed.home / ".cache" / "flash-ladder"
     shutil.rmtree(builds, ignore_errors=True)
     installed.has_simulator(builds)
@@ -129,7 +128,7 @@ def test_console_command(installed):
     assert re.search(r"/flash-ladder: [23] builds, [\d.]+ MB; the limit is 5,000 MB",
                      installed.run("flash-ladder", "cache"))
     assert "Deleted from" in installed.run("flash-ladder", "cache", "--clear")
-    assert "0 builds" in installed.run("flash-ladder", "cache")
+    assert not list(builds.glob("*/*.so"))
 
 
 def test_an_edit_of_an_editable_install_takes_effect(tree, tmp_path):

@@ -80,8 +80,8 @@ def test_imports_go_one_way():
 
 @pytest.mark.xdist_group("test_structure.py")
 def test_what_import_flash_costs():
-    """In fresh processes, the quickest of three: seconds beside those of torch; and what it brings along, and
-    a first call does."""
+    """In a fresh process, or the quickest of three: seconds beside those of torch; and what it brings along,
+    and a first call does."""
     code = ("import time, sys, torch\nbefore = set(sys.modules)\nbegun = time.perf_counter()\nimport flash\n"
             "print(time.perf_counter() - begun)\nprint(*set(sys.modules) - before)\n"
             "q = torch.randn(1, 1, 4, 8, requires_grad=True)\n"
@@ -95,6 +95,8 @@ def test_what_import_flash_costs():
         seconds.append(float(first))
         brought |= set(second.split())
         by_a_call |= set(third.split())
+        if min(seconds) <= IMPORT_SECONDS:
+            break
     print(f"import flash: {min(seconds):.3f} s, {len(brought)} modules")
     assert "flash_ladder.attention" in brought
     assert not {x for x in brought for no in NOT_IMPORTED if x == no or x.startswith(f"{no}.")}
