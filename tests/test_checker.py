@@ -32,6 +32,7 @@ from conftest import (
 
 import flash
 from flash_ladder import plan
+from flash_ladder.arithmetic import evaluate
 from flash_ladder.grid import SIDE_BRANCH, WRITERS
 
 sys.path.insert(0, str(flash.ROOT / "results"))
@@ -363,6 +364,12 @@ def inspected_backward(stage, q, k, v, diagonal=None, **tiles):
     return report
 
 
+def knows_its_shared_memory(stage, report, d: int, **tiles) -> bool:
+    """Whether the header states the bytes that the largest of the kernels has, but for their rounding."""
+    stated = evaluate(stage.shared, d=d, **tiles)
+    return max(kernel.shared_bytes for kernel in report.kernels) == -(-stated // 16) * 16
+
+
 @functools.cache
 def inspected_group(stage: str, N: int):
     """The report of a backward stage: two query heads share a key head, d=64, not causal, default tiles."""
@@ -485,6 +492,8 @@ def test_hbm_traffic(stage, N):
     counted, derived = inspected(stage, N).hbm.total, 2 * derived_bytes(stage, N, 64, **tiles)
     assert derived and abs(counted / derived - 1) < 0.05
     assert abs(counted / BY_NAME[stage].hbm_bytes(1, 2, N, N, 64, **tiles) - 1) < 0.05
+    if stage != "split_kv":        # it asks for more where blocks are few
+        assert knows_its_shared_memory(BY_NAME[stage], inspected(stage, N), 64, **tiles)
 
 
 @pytest.mark.parametrize("stage, N", [
@@ -498,6 +507,7 @@ def test_hbm_traffic_of_a_backward_stage(stage, N):
     formula = BACKWARD[stage].hbm_bytes(1, 2, N, N, 64, **tiles, H_kv=1) + 4 * 2 * N
     assert abs(counted / formula - 1) < 0.05
     report = inspected_group(stage, N)
+    assert knows_its_shared_memory(BACKWARD[stage], report, 64, **tiles)
     assert report.findings == [] and report.flops == 10 * 2 * N * N * 64
     assert all(kernel.grid[1:] == (1, 1) for kernel in report.kernels), "a grid's y and z end at 65535"
 
