@@ -153,6 +153,7 @@ def write_program(topic: Path, place: str, folder: Path) -> Path:
 
 
 # ------------------------------------------------------------------------------------------ the checker
+@functools.cache
 def library(topic: Path, place: str) -> ctypes.CDLL:
     """A topic's kernels, for the simulator, with the checker."""
     import torch
@@ -188,15 +189,19 @@ def set_schedule(seed: str, copies: str) -> None:
     os.environ["FLASH_SIM_SEED"], os.environ["FLASH_SIM_COPIES"] = seed, copies
 
 
+@functools.cache
+def findings(topic: Path, place: str, case: Case, schedule: tuple[str, str]) -> list:
+    """What the checker says of a case launched alone."""
+    set_schedule(*schedule)
+    return inspected(library(topic, place), case)[0].findings
+
+
 def check(topic: Path) -> list[dict]:
     """What the checker finds in each case of a topic, in the bug and in the twin, under all schedules."""
-    libraries = {place: library(topic, place) for place in PLACES}
     found: dict[tuple, set[str]] = {(case, place): set() for case in cases(topic) for place in PLACES}
     for schedule in SCHEDULES:
-        set_schedule(*schedule)
         for (case, place), kinds in found.items():
-            report, _ = inspected(libraries[place], case)
-            kinds |= {finding.what for finding in report.findings}
+            kinds |= {finding.what for finding in findings(topic, place, case, schedule)}
     return [{"topic": case.topic, "name": case.name, "code": fingerprint(case), "expected": case.expected,
              **{place: sorted(found[case, place]) for place in PLACES}} for case in cases(topic)]
 
