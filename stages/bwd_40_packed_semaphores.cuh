@@ -22,9 +22,8 @@
 // packed sequences, or d > 192 and dropout or a sink, have wgmma: they took ampere_tuned, with copies of dQ.
 //
 // A semaphore is that of a sequence's tile of Q. Each wait ends as in semaphores: the tiles of a sequence are
-// drawn in the order of its keys. Without a mask, too, many heads come together, as the sequences are of many
-// lengths: head after head it took 1.21 times packed's time at d=64, 1.11 at d=128, in the place of 1.02 and
-// 1.04.
+// drawn in the order of its keys. Without a mask, too, many heads come together, as sequences are of many
+// lengths: head after head d=64 took 1.21 times packed's time in the place of 1.02, d=128 1.11 for 1.04.
 //
 // With d > 192 consumers add their sums (common/sums_in_turn.cuh). Lost: a warp that adds a tile in eight
 // parts, 1.39 times packed's time at d=256 causal in the place of 1.21; and with a condition on what has been
@@ -42,8 +41,7 @@
 //     256   full       1.08   1.16   1.21
 //
 // Causal and equally long is the worst: the blocks that have all tiles of a sequence begin together, and most
-// of them wait. At d=64 32 heads together are better there than 16 (1.30), and worse in the second row of the
-// first column (1.02).
+// of them wait. At d=64 32 heads together are better there than 16 (1.30), not so for the mixed ones, full.
 //
 // HBM traffic without caches (hbm, above): as in whole_group.
 //
