@@ -18,12 +18,8 @@
 //          full (H200, bf16, N=4096; make readme)
 //
 // packed takes packed sequences, semaphores gives sums of dQ the same bits in each run (common/in_order.cuh).
-// Here are both, and d > 192, which semaphores has no room for. So calls with deterministic=True that have
-// packed sequences, or d > 192 and dropout or a sink, have wgmma: they took ampere_tuned, with copies of dQ.
-//
-// A semaphore is that of a sequence's tile of Q. Each wait ends as in semaphores: the tiles of a sequence are
-// drawn in the order of its keys. Without a mask, too, many heads come together, as sequences are of many
-// lengths: head after head d=64 took 1.21 times packed's time in the place of 1.02, d=128 1.11 for 1.04.
+// Here are both, and d > 192, for which semaphores has no room. A semaphore is that of a sequence's tile of
+// Q. Each wait ends as in semaphores: the tiles of a sequence are drawn in the order of its keys.
 //
 // With d > 192 consumers add their sums (common/sums_in_turn.cuh). Lost: a warp that adds a tile in eight
 // parts, 1.39 times packed's time at d=256 causal in the place of 1.21; and with a condition on what has been
@@ -40,10 +36,14 @@
 //     256   causal     1.21   2.05   1.34
 //     256   full       1.08   1.16   1.21
 //
-// Causal and equally long is the worst: the blocks that have all tiles of a sequence begin together, and most
-// of them wait. At d=64 32 heads together are better there than 16 (1.30), not so for the mixed ones, full.
+// (Equal ones, causal: we think that the blocks that have a sequence's tiles begin together, and wait.) Heads
+// come together also without a mask. With mixed sequences, full, 16 of them take 1.02 at d=64, one by one
+// 1.21, and at d=128 1.11. But with equal ones, causal, 16 take 1.30 at d=64: so there are 32.
 //
-// HBM traffic without caches (hbm, above): as in whole_group.
+// HBM traffic without caches (hbm, above): as in whole_group. A thread spills up to 104 bytes; with dropout,
+// packed, 180.
+// Stays because deterministic calls with packed sequences, or d > 192 and dropout or a sink, take it:
+// ampere_tuned's copies of dQ took 2.2 to 3.3 times packed's time.
 //
 // Changed from packed: semaphores' turns, and its way through the queries.
 #pragma once
@@ -78,7 +78,8 @@ constexpr int turns = by_turns ? warps / 4 : 1;
 constexpr int dQ_sharing = d <= 128 ? 1 : 16 * warps / Br;   // else: warpgroups that share 64 rows of dQ_i
 constexpr int dQ_columns = dQ_sharing == 1 ? width : (panels + dQ_sharing - 1) / dQ_sharing * panel;
 constexpr int dQ_strips = by_turns ? Br / 64 : 1;  // of 64 rows, that a warpgroup makes
-constexpr int dQ_warps = by_turns ? warps : Br / 16 * dQ_sharing;        // the first ones make dQ,
+constexpr int dQ_warps = by_turns ? warps : Br / 16 * dQ_sharing;        // the first ones make dQ
+// Is there room for a tile of dQ?
 using SumsOfQ = std::conditional_t<d <= 192, StagedSums<turns>, SumsInTurn>;
 constexpr int room = Bc * turns / (8 * warps);     // of a warp in there, in panels of 16 rows
 constexpr int behind_dK = 2 * panels <= room ? 16 * pitch : 0;  // dV's room; if there is little, dK's

@@ -48,8 +48,8 @@ SPARSE = ("Marks where products are under way cost too much, and are left out: a
 
 
 def has_marks(stage: flash.Stage) -> bool:
-    """Whether a stage calls what leaves marks: those from tma on, but for the backward's packed, whose copies
-    are asked for in stages/common."""
+    """Whether a stage calls what leaves marks: those from tma on, but for the backward's for packed
+    sequences, whose copies are asked for in stages/common."""
     includes = any(file.name == NEEDED for file in source_files(stage.path))
     return includes and not (stage.direction == "bwd" and stage.name in PACKED)
 

@@ -5,7 +5,8 @@
 
 // As StagedSums, for d > 192, where shared memory has no room for a tile. So consumers add it in parts, and
 // wait for the turn themselves. They do not wait until their sums are in HBM: they tell it with the next
-// tile's, or at the item's end. For an item that is once more than it has tiles of Q, first of nothing.
+// tile's, or at the item's end. (Not later: the next items may have no tiles of Q, and their K is not given
+// back before this tile is counted.) For an item that is once more than it has tiles, first of nothing.
 struct SumsInTurn {
   static constexpr int adders = BLOCK_R / 8, all = 64 * BLOCK_C, room = all / adders;    // of a warp
   float *staged, *dQ_accum;
