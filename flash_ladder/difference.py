@@ -6,6 +6,7 @@ from __future__ import annotations
 import difflib
 import html
 import io
+import itertools
 import re
 import sys
 from dataclasses import dataclass
@@ -84,10 +85,10 @@ class Difference:
 
     def _repr_html_(self) -> str:
         rows = []
-        for line in self.lines:
-            colour, background = HTML[line[:1] if line[:1] in HTML else " "]
-            style = f"color:{colour};background:{background};padding:0 0.6em;min-height:1.3em"
-            rows.append(f'<div style="{style}">{html.escape(line)}</div>')
+        for kind, lines in itertools.groupby(self.lines, lambda line: line[:1] if line[:1] in HTML else " "):
+            colour, background = HTML[kind]
+            style = f"color:{colour};background:{background};padding:0 0.6em"
+            rows.append(f'<div style="{style}">{html.escape(chr(10).join(lines))}</div>')
         return (f'<div style="font-weight:bold">{html.escape(self.title)}</div>'
                 '<pre style="font:12px/1.3 monospace;overflow-x:auto;padding:0">'
                 f'<div style="display:inline-block;min-width:100%">{"".join(rows)}</div></pre>')
