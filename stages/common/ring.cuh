@@ -47,9 +47,11 @@ struct Ring {
   __device__ __forceinline__ void release(unsigned step) const {
     if (threadIdx.x % 32 == 0) mbarrier_arrive(empty + step % buffers);
   }
-  // A tile that this warp does not need
+  // A tile that this warp does not need. (All lanes have seen it come: else it may be gone, and another one
+  // there, before a lane has looked, which then waits for ever.)
   __device__ __forceinline__ void pass(unsigned step) const {
     wait_until_full(step);
+    __syncwarp();
     release(step);
   }
   // How much further the tile is than the first buffer, in units of 16 bytes: for descriptors (wgmma.cuh)

@@ -38,6 +38,7 @@ struct MulticastRing : Ring<buffers, rows> {
   }
   __device__ __forceinline__ void pass(unsigned step) const {
     this->wait_until_full(step);
+    __syncwarp();
     release(step);
   }
 };

@@ -135,6 +135,7 @@ struct MarkedRing : Unmarked_ {
   }
   __device__ __forceinline__ void pass(unsigned step, int line = __builtin_LINE()) const {
     wait_until_full(step, line);
+    __syncwarp();
     release(step, line);
   }
 };
