@@ -91,6 +91,8 @@
 //                                        dimensions ends where a sequence does
 //   stages/fwd_34_short_last.cuh         (after hopper_tuned) causal: the last quarter of each head's tiles,
 //                                        the short ones, come last, so few heads go together
+//   stages/fwd_35_own_ranges.cuh         a window: each warpgroup asks for its own range of tiles, at both
+//                                        ends
 // A stage starts with lines for flash_ladder/registry.py: the stage that it grew from (after); at the end of
 // a branch, the architecture from which on calls take it (default), perhaps only some calls; what it knows
 // of dropout, sinks and the like (takes), and what it refuses that others take (refuses); tile sizes and

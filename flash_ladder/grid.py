@@ -45,12 +45,13 @@ STREAM_K = ("stream_k",)       # of the forward, where all tiles are equal
 WRITERS = ("writer_warp", "semaphores", "idle_warps", "augmented", "first_stores")
 PACKED = ("packed", "packed_semaphores")   # for packed sequences: few other calls take one
 SHORT_LAST = ("short_last",)   # of the forward: its parent in another order of tiles
+OWN_RANGES = ("own_ranges",)   # likewise, with a window; else its parent
 
 
 def is_end(stage) -> bool:
     """Whether a stage is an end of a branch: the root or a leaf of the ladder, or what calls take. One's own
     file is. A fork is not: what is wrong there shows at the ends of all that grew from it."""
-    if stage.name in (*SIDE_BRANCH, *MULTICAST, *UP_TO_64, *PACKED, *SHORT_LAST):
+    if stage.name in (*SIDE_BRANCH, *MULTICAST, *UP_TO_64, *PACKED, *SHORT_LAST, *OWN_RANGES):
         return False
     is_leaf = all(s.after != stage.name for s in stages(stage.direction))
     return not stage.after or is_leaf or bool(stage.default) or not stage.number

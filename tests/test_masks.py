@@ -1,10 +1,11 @@
 """Masks: every one of stages/masks against a dense mask in float64, in every stage that takes them."""
 
+import contextlib
 import math
 
 import pytest
 import torch
-from conftest import DEVICES
+from conftest import DEVICES, with_two_schedules
 
 import flash
 from flash_ladder.grid import MULTICAST, SIDE_BRANCH, UP_TO_64
@@ -300,6 +301,20 @@ def test_a_corner_that_a_window_misses(name, stage, device):
     """Of 16 rows and a tile of keys all elements are seen but the lower left one, or the upper right one."""
     small = SMALL | {"Br": 64} if stage == "hopper_tuned" else SMALL
     check(name, stage, None, (1, 2, 1, 150, 150, 40), torch.bfloat16, device, gradients=False, **small)
+
+
+@with_two_schedules("name, d, Br, Bc, N_q, N_k", [
+    ("window:40:0", 64, 192, 32, 400, 333), ("window:130:7", 128, 192, 80, 390, 500),
+    ("window:0:0", 40, 128, 16, 200, 230), ("window_and_padding", 256, 128, 80, 260, 200),
+    ("window_or_prefix", 64, 192, 64, 200, 190)])
+def test_a_warpgroup_has_its_own_range(device, schedule, name, d, Br, Bc, N_q, N_k):
+    """Tiles passed by in front and at the end: several, one, all but one; of a list of tiles none. In blocks
+    that go on to the next tile of Q."""
+    B = 1 if device == "cpu" else 60
+    with flash.inspect() if device == "cpu" else contextlib.nullcontext() as report:
+        check(name, "own_ranges", None, (B, 4, 2, N_q, N_k, d), torch.bfloat16, device, gradients=False, Br=Br,
+              Bc=Bc)
+    assert not (report and report.findings), report
 
 
 @pytest.mark.parametrize("device", DEVICES)

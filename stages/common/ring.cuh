@@ -50,8 +50,7 @@ struct Ring {
   // A tile that this warp does not need. (All lanes have seen it come: else it may be gone, and another one
   // there, before a lane has looked, which then waits for ever.)
   __device__ __forceinline__ void pass(unsigned step) const {
-    wait_until_full(step);
-    __syncwarp();
+    wait_until_full(step), __syncwarp();
     release(step);
   }
   // How much further the tile is than the first buffer, in units of 16 bytes: for descriptors (wgmma.cuh)
