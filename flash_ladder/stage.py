@@ -53,12 +53,12 @@ class Available:
 class Stage:
     """One rung of a ladder, as the header of its file describes it.
 
-    The conditions of `tile_rules` are expressions in d, causal, rows, which is B * H * N_q rounded down to a
-    power of 2, window, the keys that a row sees at most by the mask's own numbers, and packed, which is N_q *
-    H / H_kv rounded up to one. `calls` is one in B, H, H_kv, N_q, N_k, d, gradients, masked. `limits` and
-    `shared`, in bytes a block, are in d, Br and Bc; `splits` also in B, H, H_kv, N_q, N_k, Tr, Tc, Td =
-    ceil(d / Bc) and blocks, those that a device has shared memory for at once, and multiprocessors; `hbm`,
-    in bytes, in splits and multiprocessors instead.
+    The conditions of `tile_rules` are expressions in d, causal, rows and keys, which are B * H * N_q and N_k
+    rounded down to powers of 2, window, the keys that a row sees at most by the mask's own numbers, and
+    packed, which is N_q * H / H_kv rounded up to one. `calls` is one in B, H, H_kv, N_q, N_k, d, gradients,
+    masked. `limits` and `shared`, in bytes a block, are in d, Br and Bc; `splits` also in B, H, H_kv, N_q,
+    N_k, Tr, Tc, Td = ceil(d / Bc) and blocks, those that a device has shared memory for at once, and
+    multiprocessors; `hbm`, in bytes, in splits and multiprocessors instead.
     """
 
     number: int

@@ -26,7 +26,8 @@ def attention_varlen(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqle
         o = flash.attention_varlen(q, k, v, cu_seqlens, causal=True)          # q, k, v: (128, H, d)
 
     Differentiable, and to be compiled, as attention() is. O and L have the bits that each sequence alone gets
-    by the same stage with the same tiles; and so have gradients, with deterministic=True.
+    by the same stage with the same tiles; and so have gradients, with deterministic=True: on Hopper with
+    grouped heads dQ alone.
 
     Args:
         q: (total_q, H, d), float16 or bfloat16. Sequence b has the rows from cu_seqlens_q[b] to

@@ -11,6 +11,8 @@ import torch
 
 import flash
 from flash_ladder.bench import report
+from flash_ladder.launch import definitions
+from flash_ladder.stage import FIELDS, TAKES
 
 sys.path.insert(0, str(flash.ROOT / "results"))
 import counts  # noqa: E402
@@ -25,6 +27,16 @@ def test_made_parts_are_up_to_date():
     """Else: make readme."""
     pages = readme.pages()
     assert pages == readme.updated(pages)
+
+
+def test_own_stage_has_each_line_of_a_header_and_each_macro():
+    text = (flash.ROOT / "docs" / "own_stage.md").read_text()
+    assert not [field for field in FIELDS if not re.search(rf"^\|[^|]*`{field}:`", text, re.M)]
+    assert not [name for name in TAKES if f"`{name}`" not in text]
+    backward = next(stage for stage in flash.stages("bwd") if stage.deterministic_on_request)
+    macros = definitions(backward, torch.bfloat16, 64, True, {"Br": 64, "Bc": 64}, d_v=32, dropout=True,
+                         sink=True, kv_cache=True, page_size=16, varlen=True)
+    assert not [name for name in macros if name != "STAGE_FILE" and f"`{name}`" not in text]
 
 
 def result(direction, device="a GPU", ms=8.0, mib=100, **math):
