@@ -98,17 +98,19 @@ def counts() -> str:
         lines.append(f"| {row['stage']}: {row['kernel'].removesuffix('_kernel')} | {' | '.join(cells)} |")
     shape = " ".join(f"{name}={data['shape'][name]}" for name in "BHNd")
     kernels = data["kernels"] + backward["kernels"]
+    last = " and ".join(dict.fromkeys(part["kernels"][-1]["stage"] for part in (data, backward)))
     different = [set(differences(row)) for row in kernels]
     reads = sum("shared read requests" in what for what in different)
     assert not any(re.match("HBM (read|write)", name) for what in different for name in what), (
         "the simulator's requests or sectors of HBM differ from the GPU's")
     origin = (f"{shape} fp32 not causal; {data['device']}, {data['date']}, by NVIDIA's profiler "
               "(`results/counts.py`). Requests and sectors of HBM, read and written, are the same in both "
-              f"for each of the {len(kernels)} kernels of all stages, forward and backward, in fp32 or else "
-              f"bf16. Of {sum(not what for what in different)} kernels all counts are the same, wavefronts, "
-              f"ldmatrix and cp.async included; in {reads} nvcc has fewer or other loads from shared memory "
-              f"than the source, and {sum('HBM atomic requests' in what for what in different)} add four "
-              "numbers of dQ by one atomic. Wavefronts follow a model of the 32 banks that agrees with this "
+              f"for each of the {len(kernels)} kernels of the stages up to {last}, forward and backward, "
+              f"in fp32 or else bf16. Of {sum(not what for what in different)} kernels all counts are the "
+              f"same, wavefronts, ldmatrix and cp.async included; in {reads} nvcc has fewer or other loads "
+              "from shared memory than the source, and "
+              f"{sum('HBM atomic requests' in what for what in different)} add four numbers of dQ by one "
+              "atomic. Wavefronts follow a model of the 32 banks that agrees with this "
               f"GPU for all {patterns} patterns of indices that were tried, as loads and stores of 4, 8 and "
               "16 bytes.")
     return "\n".join([*lines, "", origin])
