@@ -94,8 +94,8 @@
 //                                            are needed, and convert them as soon as they are there
 //   stages/bwd_37_augmented.cuh              S and dP start from -L and -D by a product with five more
 //                                            columns, not by loads from shared memory
-//   stages/bwd_38_first_stores.cuh           a fixed order needs no zeros: who adds to dQ_i first stores, and
-//                                            who is last lets it be converted
+//   stages/bwd_38_first_stores.cuh           a fixed order needs no zeros: the first part of dQ_i is stored,
+//                                            and the last one has it converted
 //   stages/bwd_39_packed.cuh                 (after hopper_tuned) packed sequences: a map with the rows in
 //                                            two dimensions ends where a sequence does
 //   stages/bwd_40_packed_semaphores.cuh      packed sequences with the same bits in each run: sums of dQ in

@@ -27,11 +27,13 @@
 //     its barriers and asks for K and V before it waits. (The kernel before prepare_kernel has ended by then,
 //     as that one is a launch like any other.)
 //
-// Lost (H100, bf16, full, N=2048): dQ ahead of dK (d=128 498 -> 488; d=64 462 -> 456), dQ by halves (d=128
-// 485; d=64 423; an H200: 489 -> 441), L and D in the order of lanes, four in a load (d=64 395 -> 375), the
-// last block of a head rounding dQ instead of another kernel (d=128 566 -> 549). dV, or dK, in two groups,
-// the first one under the exponentials of the second: as before. The next S under the end of a tile gave d=64
-// 395 -> 401, but with turns ptxas serialises it.
+// Tried, and slower (TFLOP/s before -> after; H100, bf16, full, N=2048):
+//   - dQ ahead of dK: d=128 498 -> 488; d=64 462 -> 456
+//   - dQ by halves: d=128 498 -> 485; d=64 462 -> 423; an H200 489 -> 441
+//   - L and D in the order of lanes, four in a load: d=64 395 -> 375
+//   - the last block of a head rounds dQ, and no other kernel: d=128 566 -> 549
+//   - dV, or dK, in two groups, the first one under the exponentials of the second: as before
+//   - the next S under the end of a tile: d=64 395 -> 401, but with turns ptxas serialises it
 //
 // It takes dropout, a sink and a V of d_v < d columns: the maps of V and dO have d_v columns, so the engine
 // fills up with zeros. With dropout dP starts from 0, as D is subtracted after some of dP is dropped. And dV
@@ -41,7 +43,7 @@
 //
 // Dropout at d=64 (H100, bf16, N=4096, full and causal, of the time without it): 1.31 to 1.33, 1.35 to 1.36,
 // with groups of 128 elements for four words of Philox; 164 bytes are spilled. With groups of 16 it was 1.42,
-// 1.44, and 1.16, 1.15 without Philox. Lost with these: random words under the products S and dP, as a bit
+// 1.44, and 1.16, 1.15 without Philox. Slower with these: random words under the products S and dP, as a bit
 // for each element, and dS two elements an instruction (1.56, 1.48); half as many shuffles (1.61, 1.61). None
 // at all took as long as all of them.
 //

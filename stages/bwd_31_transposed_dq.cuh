@@ -26,9 +26,9 @@
 //     the barrier when its own sums have left: then the other one may write there.
 //   - dQ goes ahead of dK, which is made while the sums leave. (hopper_tuned lost by that.)
 //
-// Lost (H100, of hopper_tuned's 479 / 526 / 540 full, causal 399 / 478 / 530): each warpgroup half of dQ,
-// ahead of dK, with two buffers of K and V (FlashAttention-3's order) 460 / 499 / 507, 392 / 457 / 507.
-// K in registers for S: 272 bytes spilled. The seeds of dP under the product S: ptxas serialises.
+// Tried, and slower (H100, of hopper_tuned's 479 / 526 / 540 full, causal 399 / 478 / 530): each warpgroup
+// half of dQ, ahead of dK, with two buffers of K and V (FlashAttention-3's order) 460 / 499 / 507, 392 / 457
+// / 507. K in registers for S: 272 bytes spilled. The seeds of dP under the product S: ptxas serialises.
 //
 // With other d it is hopper_tuned with dQ ahead of dK. ptxas serialises that, and dropout at d=64, too.
 //

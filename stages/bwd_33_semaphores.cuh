@@ -38,10 +38,10 @@
 // Stays because sums have the same bits in each run. With deterministic=True calls with d <= 128 take
 // first_stores, which has its order from here.
 //
-// Lost: __threadfence() and atomicAdd(), not count_release(): 1.07 to 1.19 at d=128. Consumers that ask the
-// semaphore, and wait for their own sums, 1.6 to 2.4: two ways to L2 and back in each step. Head after
-// head, without a mask, 1.4 at N <= 4096: several heads end at once, so the next one's tiles begin at once,
-// and then wait for each other. Causal only as many heads together as half of L2 holds, 1.28 at d=64,
+// Tried, and slower: __threadfence() and atomicAdd(), not count_release(), 1.07 to 1.19 at d=128. Consumers
+// that ask the semaphore, and wait for their own sums, 1.6 to 2.4: two ways to L2 and back in each step. Head
+// after head, without a mask, 1.4 at N <= 4096: several heads end at once, so the next one's tiles begin at
+// once, and then wait for each other. Causal only as many heads together as half of L2 holds, 1.28 at d=64,
 // N=16384: two, of which many tiles are at work. From the first query down, all heads together, 2.0, as
 // nothing in L2 serves twice.
 //

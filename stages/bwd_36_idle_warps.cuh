@@ -37,14 +37,17 @@
 // With N=512, B=4 it is 1.04 and 1.09 at d=64 (full, causal), 1.11 and 1.02 at d=128. So calls of that
 // size do not take it. Consumers that find no more items help: without them d=128 has 1.15 and 1.12 there.
 //
-// Lost: in the place of 0.95 (d=128, causal, N=2048), tiles counted at the end of an item 1.04 to 1.19; as
-// many heads together as L2 holds without the zeros 0.99; twice as many quarters ahead 0.97, more registers
-// for idle warps to spill (the next ticket early, two strips at a time) 0.96 to 0.98, and 1.1 to 1.3 in small
-// calls. Consumers that count their own sums 1.1 to 1.24: the fence of count_release() waits for HBM. The
-// writer, if it also asks whether its tile is clear, 1.06 to 1.24. Counting itself costs nothing: without it
-// (and wrong) 1.01 of this at d=64. Where an item ends (H200, of this one's time): the next Q asked for
-// before K 1.00 to 1.04; dK and dV by way of dS's buffer, so that no sum has to leave first, 1.00 to 1.02;
-// the next K awaited before they have left 1.00.
+// Tried, and slower; in the place of 0.95 (d=128, causal, N=2048):
+//     1.04 to 1.19   tiles counted at the end of an item
+//     0.99           as many heads together as L2 holds without the zeros
+//     0.97           twice as many quarters ahead
+//     0.96 to 0.98   more registers for idle warps to spill (the next ticket early, two strips at a time): in
+//                    small calls 1.1 to 1.3
+// Consumers that count their own sums 1.1 to 1.24: the fence of count_release() waits for HBM. The writer, if
+// it also asks whether its tile is clear, 1.06 to 1.24. Counting itself costs nothing: without it (and wrong)
+// 1.01 of this at d=64. Where an item ends (H200, of this one's time): the next Q asked for before K 1.00 to
+// 1.04; dK and dV by way of dS's buffer, so that no sum has to leave first, 1.00 to 1.02; the next K awaited
+// before they have left 1.00.
 //
 // HBM traffic without caches (hbm, above): as in whole_group. Of 24 registers the idle warps spill up to 36
 // bytes a thread.

@@ -26,9 +26,10 @@
 //
 // Here the statistics are columns of the product (common/augmented.cuh): [K 1] [Q -L/c]^T. It reads shared
 // memory for 128 cycles in the place of 512, and what tensor cores do grows by a tenth (d=64) or a twentieth
-// (d=128). A statistic has too many bits for an element: a kernel of its own splits it into parts. (Idle
-// warps took longer, when they clear: H100, d=128, causal, N=2048, 1.04 of idle_warps' time, so 1.01.)
-// Time over idle_warps' (H200, d=64, bf16): N=2048 0.96 full, 0.97 causal; N=16384 0.98, 0.97.
+// (d=128). A statistic has too many bits for an element: a kernel of its own splits it into parts. (If the
+// idle warps split it while they clear, a call takes 1.04 of idle_warps' time; with this kernel 1.01: H100,
+// d=128, causal, N=2048.) Time over idle_warps' (H200, d=64, bf16): N=2048 0.96 full, 0.97 causal; N=16384
+// 0.98, 0.97.
 //
 // HBM traffic without caches (hbm, above): as in idle_warps; of a row of Q two bytes more for each tile of
 // keys, and 18 once; 48 with each tile.

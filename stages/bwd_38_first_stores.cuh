@@ -1,5 +1,5 @@
 // Backward stage 38: first_stores
-// idea:    a fixed order needs no zeros: who adds to dQ_i first stores, and who is last lets it be converted
+// idea:    a fixed order needs no zeros: the first part of dQ_i is stored, and the last one has it converted
 // types:   fp16, bf16
 // needs:   sm_90a
 // after:   augmented
@@ -23,8 +23,8 @@
 // that a kernel had written before; and another kernel after the last one made dQ of the sums.
 //
 // Here the first one is stored, by the same copy engine: what has been there does not count, and nothing has
-// to be cleared, which augmented, that knows no order, cannot do without. And semaphores are counters, as in
-// idle_warps: when all sums of a tile are counted, the third warp beside the producer converts it
+// to be cleared. augmented knows no order, so it has to clear. And semaphores are counters, as in idle_warps:
+// when all sums of a tile are counted, the third warp beside the producer converts it
 // (common/first_stores.cuh).
 //
 // Time over augmented's, which calls take that need not be deterministic (H100, bf16, B N = 16384, H d =

@@ -24,10 +24,9 @@
 //
 // Here a map has the rows in two dimensions, and a box begins so far along one of them that it ends where the
 // sequence does (common/packed.cuh). It costs the producer some additions a tile, the others four loads an
-// item.
-// What is past the sequence's end comes as zeros, and is not stored. The rest is bookkeeping: an item is a
-// tile of a sequence, which the producer finds by halves; and L, D and sums of dQ lie in whole tiles,
-// sequence after sequence.
+// item. What is past the sequence's end comes as zeros, and is not stored. The rest is bookkeeping: an item
+// is a tile of a sequence, which the producer finds by binary search; and L, D and sums of dQ lie in whole
+// tiles, sequence after sequence.
 //
 // TFLOP/s (H100, bf16, 64 sequences of 65 to 8139 rows, 105045 in all; ampere_tuned's, then those of
 // PyTorch's FlashAttention-2 with jagged tensors):

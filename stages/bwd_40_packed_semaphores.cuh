@@ -21,9 +21,9 @@
 // Here are both, and d > 192, for which semaphores has no room. A semaphore is that of a sequence's tile of
 // Q. Each wait ends as in semaphores: the tiles of a sequence are drawn in the order of its keys.
 //
-// With d > 192 consumers add their sums (common/sums_in_turn.cuh). Lost: a warp that adds a tile in eight
-// parts, 1.39 times packed's time at d=256 causal in the place of 1.21; and with a condition on what has been
-// told, in the place of once more than is needed, a thread spilled 640 bytes with dropout.
+// With d > 192 consumers add their sums (common/sums_in_turn.cuh). Tried, and slower: a warp that adds a tile
+// in eight parts, 1.39 times packed's time at d=256 causal in the place of 1.21. And with a condition on what
+// has been told, in the place of once more than is needed, a thread spilled 640 bytes with dropout.
 //
 // Time over packed's (H200, bf16, H d = 2048), of 64 sequences of 65 to 8139 rows, 64 of 1024 each, 256 of 16
 // to 255; and over hopper_tuned's of calls with one shape, d=256, B N = 16384:

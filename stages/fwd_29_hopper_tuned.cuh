@@ -30,8 +30,8 @@
 //     numbers that only the call knows, to find out which tile of which head theirs is. The producer has
 //     divided before them: it hands over all of that (Handed, common/order.cuh), not the tile's number. With
 //     128 rows the consumers have 240 registers: the producer is content with 24, as how many heads go
-//     together is worked out on the CPU. (These two, H100, one run, bf16, N=2048, full: 700 TFLOP/s for 696
-//     at d=128, 744 for 741 at d=256, 516 for 518 at d=64.)
+//     together is worked out on the CPU. (TFLOP/s without and with these two, H100, one run, bf16, N=2048,
+//     full: 696 -> 700 at d=128, 741 -> 744 at d=256, 518 -> 516 at d=64.)
 //   - The kernel starts while clear_kernel ends (EarlyLaunch). The producer waits for it before it asks for
 //     the second tile.
 //   - With every mask, no longer causal alone, several heads go together, the last rows first: short tiles
@@ -39,13 +39,23 @@
 //     0.91; alibi & causal 0.87, 0.88; document 0.95, 0.97; window of 1024 0.98, 1.00, in another run 0.94,
 //     0.98. Padding, where a head's tiles are equal, 1.00, 1.01; N=4096, B=4 1.02, 1.03.)
 //
-// Lost (H200, bf16, causal, d=128, N = 2048 / 4096 / 16384, of this one's speed): 8, 32, 64 heads together
-// 0.98 / 1.00 / 0.99, 0.99 / 0.97 / 1.00, 0.93 / 0.91 / 0.98; hints that L2 keep K and V 1.00 each; O through
-// Q's buffer, with that three buffers of K or of V 0.99 / 0.99; whole tiles in a loop of their own 0.99 /
-// 0.99 / 0.98; all exponentials before the wait for P V 1.00 / 1.00 / 0.99; the wait for K at a step's end
-// 0.94 / 0.94 / 0.96. No turns: d=64 1.01 full, 0.96 causal; at d=128 ptxas serialises it. By ncu (N=4096)
-// tensor cores work for 0.77 of the time, FlashAttention-3's for 0.81; a step takes 1.47 us, theirs 1.40. Not
-// taken: two buffers of Q for 192 rows, O through them: N=16384, causal, 1.00 to 1.03 in five runs.
+// Tried, and slower, or no faster: of this one's speed (H200, bf16, causal, d=128).
+//
+//       N =                                          2048     4096    16384
+//       8 heads together                             0.98     1.00     0.99
+//      32 heads together                             0.99     0.97     1.00
+//      64 heads together                             0.93     0.91     0.98
+//     hints that L2 keep K and V                     1.00     1.00     1.00
+//     whole tiles in a loop of their own             0.99     0.99     0.98
+//     all exponentials before the wait for P V       1.00     1.00     0.99
+//     the wait for K at a step's end                 0.94     0.94     0.96
+//
+// Also: O through Q's buffer, with that three buffers of K or of V, 0.99 / 0.99; no turns, at d=64, 1.01
+// full, 0.96 causal (at d=128 ptxas serialises it). Not taken: two buffers of Q for 192 rows, O through them,
+// N=16384, causal, 1.00 to 1.03 in five runs.
+//
+// By ncu (N=4096) tensor cores work for 0.77 of the time, FlashAttention-3's for 0.81; a step takes 1.47 us,
+// theirs 1.40.
 //
 // Changed from cut_diagonal: these. And it takes a sink, dropout and a V of d_v < d columns: V's map has d_v
 // columns, so the engine fills up with zeros, and O's map has them, so it stores no more.

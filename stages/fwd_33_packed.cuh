@@ -23,10 +23,10 @@
 // Here a map has the rows in two dimensions, and a box begins so far along one of them that it ends where the
 // sequence does (common/packed.cuh). What is past that end comes as zeros, and is not stored. It costs the
 // producer some additions a tile. The rest is bookkeeping: a tile of Q is a tile of a sequence, which the
-// producer finds by halves, and hands over with the sequence's rows; if a tile has none, it draws the next
-// ticket. (With 24 registers it spills: so of 128 rows the consumers have 232, not 240. Lengths that ptxas
-// does not know to be the same in all lanes take too many of those: it serialises the products, C7511. So it
-// does without packed sequences at d=128, causal; but no call takes that.)
+// producer finds by binary search, and hands over with the sequence's rows; if a tile has none, it draws the
+// next ticket. (With 24 registers it spills: so of 128 rows the consumers have 232, not 240. Lengths that
+// ptxas does not know to be the same in all lanes take too many of those: it serialises the products, C7511.
+// So it does without packed sequences at d=128, causal; but no call takes that.)
 //
 // HBM traffic without caches (hbm, above): as in hopper_tuned.
 // Stays because calls with packed sequences take it; others do not. Its speed over ampere_tuned's (H200,

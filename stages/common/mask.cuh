@@ -222,7 +222,7 @@ struct Mask {
     return bits < 32 ? (1u << bits) - 1 : 0xffffffff;
   }
 
-  // The first tile of Q that `holds`, where those after it do, too: found by halves
+  // The first tile of Q that `holds`, where those after it do, too: by binary search
   template <class F>
   __device__ static int first_tile(int Tr, F holds) {
     int low = 0, high = Tr;

@@ -38,7 +38,7 @@ __device__ __forceinline__ int sequence_of(int tile, const int* cu_seqlens, int 
   return b;
 }
 
-// The same by one thread, by halves; and `tile` becomes that of its sequence.
+// The same by one thread, by binary search; and `tile` becomes that of its sequence.
 __device__ __forceinline__ int enter_by_halves(const int* cu_seqlens, int sequences, int rows, int& tile) {
   int b = 0;
   for (int end = sequences; end - b > 1;) {
