@@ -48,6 +48,11 @@ def test_there_is_one_for_each_lesson():
     assert numbers == [f"{n:02}" for n in range(len(FILES))] and len(FILES) >= 10
 
 
+def test_the_first_one_lists_all():
+    text = "\n".join(cell.source for cell in read(FILES[0]).cells)
+    assert re.findall(r"^\| (\d\d) ", text, re.M) == [file.name[:2] for file in FILES]
+
+
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
 def test_is_as_committed(file, monkeypatch):
     """Executed again without a GPU, in less than two minutes; same text, same number of pictures."""
