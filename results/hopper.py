@@ -1,4 +1,4 @@
-"""Hopper's ends of branches beside the best libraries: cuDNN, FlashAttention-2 and FlashAttention-3.
+"""Hopper's ends of branches beside the best libraries: cuDNN, FlashAttention-2, -3 and, by a ratio, -4.
 
     python results/hopper.py results/h200 --fa3 fa3_C.so --cudart libcudart.so.12  # writes hopper.json there
     python results/hopper.py results/h200 --cases gqa,window --dtypes bf16         # the others' rows are kept
@@ -6,7 +6,8 @@
 
 All of a shape by turns, many calls at a time in a queue that is held back, so that no host time counts; the
 median of the turns. The GPU's clock and power are read while it works. A result is compared with cuDNN's.
-(FlashAttention-3: any library with torch.ops.flash_attn_3. Its causal mask and window are aligned as ours.)
+(FlashAttention-3: any library with torch.ops.flash_attn_3. Its causal mask and window are aligned as ours.
+FlashAttention-4 does not run here: fa4.json, beside hopper.json, has its speed beside FlashAttention-3's.)
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import argparse
 import dataclasses
 import itertools
 import json
+import statistics
 import subprocess
 import sys
 import time
@@ -39,7 +41,8 @@ SMALL = ((4, 512), (1, 1024), (8, 1024))          # (B, N)
 WINDOW = 1024                                     # keys that a query sees
 DTYPES = ("bf16", "fp16")
 CASES = ("large", "small", "gqa", "window")
-LABELS = {"fa2": "FlashAttention-2", "cudnn": "cuDNN", "fa3": "FlashAttention-3"}
+IN_WORDS = {"large": "large", "small": "small", "gqa": "grouped heads", "window": "a window"}
+LABELS = {"fa2": "FlashAttention-2", "cudnn": "cuDNN", "fa3": "FlashAttention-3", "fa4": "FlashAttention-4"}
 BACKENDS = {"fa2": SDPBackend.FLASH_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTENTION}
 Calls = dict[str, Callable[[int], object]]        # by name; called with the number of the call
 
@@ -226,6 +229,22 @@ def ratio(rows: list[dict], name: str) -> float | None:
     return best / times[name] if best and name in times else None
 
 
+def with_fa4(rows: list[dict], folder: Path) -> list[dict]:
+    """And FlashAttention-4's rows, for the large shapes that fa4.json in the folder has, if it is there:
+    FlashAttention-3's of these rows, by what FlashAttention-4 was of it in the run of that file."""
+    if not (file := folder / "fa4.json").exists():
+        return rows
+
+    def key(row: dict, direction: str) -> tuple:
+        return row[direction], row["d"], row["B"], row["N"], row["causal"]
+
+    gains = {key(row, "pass"): row["fa4"] / row["fa3"] for row in json.loads(file.read_text())["rows"]}
+    known = [(row, gains[key(row, "direction")]) for row in rows if row["case"] == "large"
+             and row["name"] == "fa3" and row["ms"] and key(row, "direction") in gains]
+    return rows + [row | {"name": "fa4", "ms": row["ms"] / gain, "tflops": row["tflops"] * gain}
+                   for row, gain in known]
+
+
 def by_shape(rows: list[dict]) -> dict[Shape, list[dict]]:
     found: dict[Shape, list[dict]] = {}
     for row in rows:
@@ -246,6 +265,27 @@ def table(rows: list[dict]) -> str:
         cells = [f"{tflops[name]:.0f}" if tflops.get(name) else "-" for name in names]
         cells += [f"{x:.3f}" if (x := ratio(each, name)) else "-" for name in ours]
         lines.append(f"| {shape} | {' | '.join(cells)} | {each[0]['mhz']}, {each[0]['watts']} |")
+    return "\n".join(lines)
+
+
+def summary(rows: list[dict]) -> str:
+    """Markdown, of rows with one contender a shape that is no library: the least and the greatest ratio by
+    case, pass, type and d, how many are at least 1, and the median."""
+    found: dict[tuple, dict[int, list[float]]] = {}
+    for shape, each in by_shape(rows).items():
+        ours = next(row["name"] for row in each if row["name"] not in LABELS)
+        if x := ratio(each, ours):
+            group = found.setdefault((CASES.index(shape.case), shape.direction != "fwd", shape.dtype), {})
+            group.setdefault(shape.d, []).append(x)
+    dims = sorted({d for group in found.values() for d in group})
+    lines = [f"| shapes | pass | {' | '.join(f'd={d}' for d in dims)} | at 1 or above | median |",
+             "|---|---|" + "---:|" * (len(dims) + 2)]
+    for (case, is_backward, dtype), group in sorted(found.items()):
+        cells = [f"{min(group[d]):.2f} to {max(group[d]):.2f}" if d in group else "-" for d in dims]
+        all_d = [x for each in group.values() for x in each]
+        lines.append(f"| {IN_WORDS[CASES[case]]} | {'backward' if is_backward else 'forward'}, {dtype} | "
+                     f"{' | '.join(cells)} | {sum(x >= 1 for x in all_d)} of {len(all_d)} | "
+                     f"{statistics.median(all_d):.2f} |")
     return "\n".join(lines)
 
 
@@ -319,7 +359,7 @@ def main(argv: list[str] | None = None) -> None:
     if file and file.exists():
         data["rows"] = kept(json.loads(file.read_text()), data["device"], chosen)
     run(chosen, stages, load_fa3(args.fa3, args.cudart) if args.fa3 else None, file, data)
-    print(table(data["rows"]))
+    print(table(with_fa4(data["rows"], args.folder)))
 
 
 if __name__ == "__main__":

@@ -147,9 +147,10 @@ def beside_libraries() -> str:
     parts = []
     for file in sorted(RESULTS.glob("*/hopper.json")):
         data = json.loads(file.read_text())
-        names = sorted(dict.fromkeys(row["name"] for row in data["rows"]),
+        measured = hopper.with_fa4(data["rows"], file.parent)
+        names = sorted(dict.fromkeys(row["name"] for row in measured),
                        key=lambda name: name in hopper.LABELS)
-        rows = sorted(data["rows"], key=lambda row: row["case"] != "large")
+        rows = sorted(measured, key=lambda row: row["case"] != "large")
         heads = [*(hopper.LABELS.get(name, name) for name in names), "of the best"]
         lines = [f"| shape | {' | '.join(heads)} |", "|---|" + "---:|" * len(heads)]
         for shape, each in hopper.by_shape(rows).items():
@@ -159,7 +160,13 @@ def beside_libraries() -> str:
             lines.append(f"| {shape} | {' | '.join(cells)} | {hopper.ratio(each, ours):.2f} |")
         origin = (f"TFLOP/s, by turns; {data['device']}; {data['date']}, by `python results/hopper.py`. The "
                   "last column: the best library's time over that of the stage.")
-        parts.append("\n".join([*lines, "", origin]))
+        if "fa4" in names:
+            there = json.loads((file.parent / "fa4.json").read_text())
+            origin += (" FlashAttention-4 was not in this run: it counts as FlashAttention-3's figure times "
+                       f"the ratio of both in another run ({there['source']}; fp16 by the same ratio).")
+        short = re.sub(r"^NVIDIA |( 80GB HBM3)? \(.*", "", data["device"])
+        parts += [f"{hopper.summary(measured)}\n\n{short}: the best library's time over that of the stage, "
+                  "the least and the greatest.", "\n".join([*lines, "", origin])]
     return "\n\n".join(parts)
 
 

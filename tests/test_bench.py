@@ -987,6 +987,30 @@ def test_hopper_compares_with_what_runs(capsys, tmp_path):
     assert hopper.difference((x, 2 * x), (x, x)) == pytest.approx(0.5**0.5)
 
 
+def test_flash_attention_4_counts_by_its_ratio(tmp_path):
+    """To FlashAttention-3, for the large shapes of that file: above 1 it sets the bar, below not."""
+    base = {"direction": "fwd", "dtype": "fp16", "d": 64, "B": 8, "H": 32, "H_kv": 32, "N": 2048,
+            "causal": False, "window": 0}
+    rows = [base | {"case": case, "causal": causal, "name": name, "ms": ms, "tflops": 12 / ms}
+            for case, causal in (("large", False), ("large", True), ("small", False))
+            for name, ms in (("ours", 1.1), ("cudnn", 1.5), ("fa3", 1.2))]
+    assert hopper.with_fa4(rows, tmp_path) == rows
+    there = {"pass": "fwd", "d": 64, "B": 8, "N": 2048}
+    (tmp_path / "fa4.json").write_text(json.dumps({"rows": [
+        there | {"causal": False, "fa3": 4, "fa4": 5}, there | {"causal": True, "fa3": 4, "fa4": 3}]}))
+    found = hopper.with_fa4(rows, tmp_path)
+    added = [row for row in found if row["name"] == "fa4"]
+    assert [(row["case"], row["causal"]) for row in added] == [("large", False), ("large", True)]
+    assert [(row["ms"], row["tflops"]) for row in added] == [pytest.approx((0.96, 12.5)),
+                                                            pytest.approx((1.6, 7.5))]
+    ratios_of = [hopper.ratio(each, "ours") for each in hopper.by_shape(found).values()]
+    assert ratios_of == pytest.approx([0.96 / 1.1, 1.2 / 1.1, 1.2 / 1.1])
+    assert hopper.summary(found).splitlines() == [
+        "| shapes | pass | d=64 | at 1 or above | median |", "|---|---|---:|---:|---:|",
+        "| large | forward, fp16 | 0.87 to 1.09 | 1 of 2 | 0.98 |",
+        "| small | forward, fp16 | 1.09 to 1.09 | 1 of 1 | 1.09 |"]
+
+
 def test_a_round_on_a_gpu_is_made_of_scripts_that_are_there(tmp_path):
     """Each part is one of the repository's programs; one that is not there is refused."""
     script = flash.ROOT / "results" / "gpu_round.sh"
