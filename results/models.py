@@ -29,10 +29,10 @@ def table(folder: Path) -> str:
     """A line for each model and attention."""
     lines = ["| model | attention | final loss | to eager | tokens/s | peak memory | saved |",
              "|---|---|---:|---:|---:|---:|---:|"]
-    devices, spreads = {}, []
+    origins, stages, spreads = {}, {}, []
     for file in sorted(folder.glob("*.json")):
         data = json.loads(file.read_text())
-        devices[data["device"]] = None
+        origins[f"{data['device']}; {data['date']}"] = None
         run = data["settings"]
         what = (f"{run['model']} {run['size']}, B={run['batch']} T={run['seq_len']}, {run['dtype']}, "
                 f"{run['steps']} steps")
@@ -46,26 +46,33 @@ def table(folder: Path) -> str:
             cells = (what if row is eager else "", name, f"{row['final_loss']:.4f}", apart,
                      f"{row['tokens_per_s']:,.0f}", f"{row['peak'] / 2**30:.2f} GiB", saved)
             lines.append(f"| {' | '.join(cells)} |")
-    origin = (f"{' and '.join(devices)}, by `examples/train_gpt.py --attention all`. Final loss: the mean "
-              "over the last tenth of the steps. Three seeds of eager's are apart by: "
-              f"{'; '.join(spreads)}.")
+            stages |= {f"{run['dtype']}, {taken(row)}": None} if row["stages"] else {}
+    origin = (f"{' and '.join(origins)}, by `examples/train_gpt.py --attention all`. flash.attention took: "
+              f"{'; '.join(stages)}. Final loss: the mean over the last tenth of the steps. Three seeds of "
+              f"eager's are apart by: {'; '.join(spreads)}.")
     return "\n".join([*lines, "", origin, *compiled(folder / "compiled")])
+
+
+def taken(row: dict) -> str:
+    """The stages of a row with flash.attention."""
+    return " and ".join(dict.fromkeys(row["stages"].values()))
 
 
 def compiled(folder: Path) -> list[str]:
     """A paragraph about torch.compile, if there are runs with it."""
-    pairs = []
+    pairs, origins = [], {}
     for file in sorted(folder.glob("*_compiled.json")):
         with_it, without = (json.loads(each.read_text()) for each in (
             file, file.with_name(file.name.replace("_compiled", ""))))
         run, losses = with_it["settings"], [x["results"][0]["losses"] for x in (with_it, without)]
+        origins[f"{with_it['date']}, {taken(with_it['results'][0])}"] = None
         apart = max(abs(x / y - 1) for x, y in zip(*losses, strict=True))
         final = [x["results"][0]["final_loss"] for x in (with_it, without)]
         pairs.append(f"{run['model']} {run['size']}, {run['dtype']}, {run['steps']} steps: final loss "
                      f"{final[0]:.4f}, {final[1]:.4f} without; no step's is further apart than "
                      f"{100 * apart:.3f} %")
     what = "With `--compile`, torch.compile(fullgraph=True), which allows no graph break"
-    return [f"\n{what}: {'; '.join(pairs)}."] if pairs else []
+    return [f"\n{what} ({'; '.join(origins)}): {'; '.join(pairs)}."] if pairs else []
 
 
 def measure(data: dict, file: Path) -> None:
@@ -82,7 +89,7 @@ def measure(data: dict, file: Path) -> None:
                 sys.exit(f"{what}: {done.error}")
             data["rows"].append({"model": model, "size": size, "B": B, "T": T, "steps": steps,
                                  "backend": backend, "tokens_per_s": done.tokens_per_s, "peak": done.peak,
-                                 "loss": done.final_loss})
+                                 "loss": done.final_loss, "stages": done.stages})
             ratios.write(data, file)
             print(f"{what}: {done.tokens_per_s:,.0f} tokens/s", flush=True)
 
@@ -110,12 +117,14 @@ def backends(file: Path) -> str:
                for what, rows in by_run.items() for each in rows.values() for row in each)
     again = max(abs(rows[None][0]["loss"] / rows[None][-1]["loss"] - 1) for rows in by_run.values())
     origin = f"{data['device']}; {data['date']}, by `python results/models.py`"
+    stages = ", ".join(dict.fromkeys(taken(row) for rows in by_run.values() for row in rows[None]))
     steps_of = {row["model"]: row["steps"] for row in data["rows"]}
     steps = ", ".join(f"{n} steps of {name}" for name, n in steps_of.items())
     return "\n".join([
         *lines, "",
-        f"Tokens/s. {origin}: {steps}. No final loss is further than {100 * loss:.2f} % from that with "
-        f"{LABELS[theirs[0]]}; our two are apart by up to {100 * again:.2f} %."])
+        f"Tokens/s. {origin}: {steps}. flash.attention took {stages}. No final loss is further than "
+        f"{100 * loss:.2f} % from that with {LABELS[theirs[0]]}; our two are apart by up to "
+        f"{100 * again:.2f} %."])
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -125,13 +134,14 @@ def main(argv: list[str] | None = None) -> None:
     if not args.folder.is_dir():
         parser.error(f"there is no folder {args.folder}")
     import torch
+    from gpt.data import checksum, corpus
 
     import flash
 
     if not torch.cuda.is_available():
         sys.exit("needs a GPU")
     data = {"device": flash.describe_device(torch.device("cuda", torch.cuda.current_device())),
-            "date": time.strftime("%Y-%m-%d"), "rows": []}
+            "date": time.strftime("%Y-%m-%d"), "corpus": checksum(corpus()), "rows": []}
     measure(data, args.folder / "backends.json")
     print(backends(args.folder / "backends.json"))
 

@@ -116,6 +116,12 @@ def test_all(train_gpt, tmp_path, capsys, monkeypatch, model, dtype):
         assert abs(each.final_loss / eager.final_loss - 1) < (1e-5 if dtype == "fp32" else 2e-3)
     kept = json.loads((tmp_path / f"{model}_tiny_{dtype}_all.json").read_text())
     assert [row["final_loss"] for row in kept["results"]] == [each.final_loss for each in results]
+    assert re.fullmatch(r"\d{4}-\d\d-\d\d", kept["date"]) and re.fullmatch("[0-9a-f]{8}", kept["corpus"])
+    d, heads = (32, 2) if model == "gpt2" else (16, 4)
+    q, k, v = torch.randn(3, 2, heads, 32, d, dtype=flash.DTYPES[dtype], requires_grad=True)
+    takes = flash.explain(q, k, v, causal=True)
+    assert [row["stages"] for row in kept["results"]] == [
+        {}, {}, {"fwd": takes.forward.stage.name, "bwd": takes.backward.stage.name}]
     assert kept["spread_percent"] > 0 and f"are {kept['spread_percent']:.2f} % apart" in printed
     assert f"{ours.final_loss:.4f}" in printed and "all are" in printed
     assert (tmp_path / f"{model}_tiny_{dtype}_all.png").stat().st_size > 5000
@@ -132,6 +138,7 @@ def test_results_of_models(train_gpt, tmp_path, monkeypatch):
     models.measure(data, file)
     rows = json.loads(file.read_text())["rows"]
     assert rows == data["rows"] and [row["backend"] for row in rows] == [None, "flash", "math", None] * 2
+    assert rows[0]["stages"] == {"fwd": "ampere_tuned", "bwd": "ampere_tuned"} and rows[1]["stages"] == {}
     for row in rows:
         row["tokens_per_s"], row["loss"], row["peak"] = (
             (300.0, 2.0, 11) if row["backend"] is None else (200.0, 1.9, 10))
@@ -139,7 +146,8 @@ def test_results_of_models(train_gpt, tmp_path, monkeypatch):
     file.write_text(json.dumps(data | {"rows": rows}))
     table = models.backends(file).splitlines()
     assert table[2] == "| gpt2 tiny, B=2 T=32 | 300 and 500 | 200 | 200 | 2.000 | 1.1000 |"
-    assert all(words in table[-1] for words in ("4 steps of gpt2, 2 steps of llama", "15.79 %", "9.09 %"))
+    assert all(words in table[-1] for words in ("4 steps of gpt2, 2 steps of llama", "15.79 %", "9.09 %",
+                                                    "flash.attention took ampere_tuned."))
     monkeypatch.setattr(models, "BACKENDS", ("cudnn",))
     with pytest.raises(SystemExit, match="gpt2 tiny, B=2 T=32, SDPA, cuDNN: refused by"):
         models.measure(data, file)

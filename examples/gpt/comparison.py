@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import time
 from pathlib import Path
 
 from rich.table import Table
 
+from .data import checksum, corpus
 from .training import Result, Settings
 
 MOST_DIFFERENCE = 0.2     # per cent of eager's final loss, or the spread of eager's seeds if that is more
@@ -65,7 +67,7 @@ def write_json(file: Path, settings: Settings, steps: int, device: str, results:
     apart = differences(results)
     file.write_text(json.dumps({
         "settings": {**settings.as_text(), "steps": steps}, "device": device,
-        "spread_percent": spread,
+        "date": time.strftime("%Y-%m-%d"), "corpus": checksum(corpus()), "spread_percent": spread,
         "results": [dataclasses.asdict(each) | {"final_loss": each.final_loss,
                                                 "to_eager_percent": apart.get(each.attention)}
                     for each in results]}, indent=1) + "\n")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from pathlib import Path
 
 import torch
@@ -16,6 +17,10 @@ def corpus(root: Path = ROOT) -> torch.Tensor:
     files = sorted({file for pattern in SOURCES for file in root.glob(pattern)})
     text = b"".join(file.read_bytes() for file in files)
     return torch.frombuffer(bytearray(text), dtype=torch.uint8).long()
+
+
+def checksum(data: torch.Tensor) -> str:
+    return f"{zlib.crc32(bytes(data.to(torch.uint8).numpy())):08x}"
 
 
 def batch_of(data: torch.Tensor, seed: int, step: int, batch: int, seq_len: int) -> torch.Tensor:

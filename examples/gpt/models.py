@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, PreTrainedModel
 
+import flash
 import flash_ladder.transformers as ladder
 
 ATTENTIONS = ("eager", "sdpa", "flash")
@@ -53,6 +54,18 @@ def implementation(attention: str, stage: str | None = None, backward: str | Non
         return ladder.NAME
     ladder.register("ladder_chosen", stage=stage, backward=backward)
     return "ladder_chosen"
+
+
+def stages_of(config, dtype: torch.dtype, device: torch.device, batch: int, seq_len: int, dropout: float,
+              stage: str | None, backward: str | None) -> dict[str, str]:
+    """The names of the stages that a layer's calls take in training, by pass."""
+    H = config.num_attention_heads
+    sizes = {"B": batch, "H": H, "H_kv": getattr(config, "num_key_value_heads", H), "N_q": seq_len,
+             "N_k": seq_len, "d": getattr(config, "head_dim", config.hidden_size // H), "gradients": 1,
+             "masked": 1}
+    needs = ("dropout",) * (dropout > 0)
+    return {direction: flash.find_stage(name, dtype, device, direction, None, sizes["d"], sizes, needs).name
+            for direction, name in (("fwd", stage), ("bwd", backward))}
 
 
 def build(model: str, size: str, attention: str, seq_len: int, dropout: float = 0.0,

@@ -6,7 +6,6 @@ import contextlib
 import dataclasses
 import gc
 import time
-import zlib
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,8 +17,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import masking_utils
 
-from .data import batch_of, corpus
-from .models import build, implementation
+from .data import batch_of, checksum, corpus
+from .models import build, implementation, stages_of
 
 BACKENDS = {"flash": SDPBackend.FLASH_ATTENTION, "efficient": SDPBackend.EFFICIENT_ATTENTION,
             "cudnn": SDPBackend.CUDNN_ATTENTION, "math": SDPBackend.MATH}
@@ -56,13 +55,15 @@ class Settings:
 @dataclass
 class Result:
     """losses: of each step, in nats a token. tokens_per_s: without the first steps; None if there are no
-    others. peak: bytes on the GPU; None on the CPU. error: why there is none of it."""
+    others. peak: bytes on the GPU; None on the CPU. error: why there is none of it. stages: that
+    flash.attention took, by pass."""
 
     attention: str
     losses: list[float] = field(default_factory=list)
     tokens_per_s: float | None = None
     peak: int | None = None
     error: str | None = None
+    stages: dict[str, str] = field(default_factory=dict)
 
     @property
     def final_loss(self) -> float | None:
@@ -126,7 +127,16 @@ def train(settings: Settings, steps: int, checkpoint: Path = Path("checkpoint.pt
     done = settings.batch * settings.seq_len * (steps - timed_from)
     return Result(settings.attention, [float(x) for x in losses],
                   done / seconds if steps > timed_from else None,
-                  torch.cuda.max_memory_allocated() if device.type == "cuda" else None)
+                  torch.cuda.max_memory_allocated() if device.type == "cuda" else None,
+                  stages=of_flash(model.config, settings, device))
+
+
+def of_flash(config, settings: Settings, device: torch.device) -> dict[str, str]:
+    """The stages of a run with flash.attention, by pass; none of another."""
+    if settings.attention != "flash":
+        return {}
+    return stages_of(config, DTYPES[settings.dtype], device, settings.batch, settings.seq_len,
+                     settings.dropout, settings.stage, settings.backward)
 
 
 def try_to_train(settings: Settings, *arguments, **options) -> Result:
@@ -169,7 +179,7 @@ def now(device: torch.device) -> float:
 # ------------------------------------------------------------------------------------------ checkpoints
 def common(settings: Settings, data: torch.Tensor) -> dict[str, str]:
     """What a run that goes on must have in common with its beginning."""
-    return {**settings.as_text(), "data": f"{zlib.crc32(bytes(data.to(torch.uint8).numpy())):08x}"}
+    return {**settings.as_text(), "data": checksum(data)}
 
 
 def save(file: Path, settings: Settings, data: torch.Tensor, model, optimizer, step: int,
