@@ -42,7 +42,17 @@ CASES: dict[str, tuple[str, ...]] = {         # options of bench.py
 WHOLE = ("--pass", "fwd+bwd", "--checkpoint")
 PASSES = {name: [("--pass", "fwd"), ("--pass", "bwd")] + [WHOLE] * (name == "vla") for name in CASES}
 REPEATS = 8
+LABELS = {"flex": "flex_attention", "sdpa": "SDPA", "eager": "eager"}
+PEERS = (*LABELS, "all")                      # all: none of the case's could run
 KEPT = (*ratios.KEPT, "pairs", "scratch_bytes", "peak_bytes")
+
+
+def best_stage(args: argparse.Namespace, direction: str, deterministic: bool = False) -> flash.Stage:
+    """The one that a call of this very shape and mask takes without a name."""
+    on_cpu = argparse.Namespace(**vars(args) | {"device": torch.device("cpu")})
+    by_head = any("H" in part.by for part in masked.pattern(1, on_cpu).parts)
+    return flash.find_stage(None, flash.DTYPES[args.dtype], args.device, direction, deterministic,
+                            args.head_dim, competitors.sizes_of(args), ("masks by head",) * by_head)
 
 
 def passes(name: str, folder: Path) -> Iterator[argparse.Namespace]:
@@ -50,8 +60,8 @@ def passes(name: str, folder: Path) -> Iterator[argparse.Namespace]:
     for options in PASSES[name]:
         options = ("--dtype", "bf16", "--out", str(folder), *CASES[name], *options)
         args, = arguments.parse_arguments(list(options))
-        best = ratios.best_stage("fwd" if args.direction == "fwd" else "bwd", args.dtype, args.head_dim)
-        yield from arguments.parse_arguments([*options, "--stages", best])
+        best = best_stage(args, "fwd" if args.direction == "fwd" else "bwd")
+        yield from arguments.parse_arguments([*options, "--stages", best.name])
 
 
 def full(args: argparse.Namespace) -> argparse.Namespace:
@@ -108,8 +118,7 @@ def seconds_to_compile(args: argparse.Namespace) -> dict[str, float]:
         text = (flash.STAGES / "masks" / "window.cuh").read_text()
         new.write_text(f"{text}// {time.time_ns()}\n")
         for direction in ("fwd", "bwd"):
-            stage = flash.find_stage(ratios.best_stage(direction, args.dtype, args.head_dim), dtype,
-                                     args.device, direction)
+            stage = best_stage(args, direction)
             tiles = stage.tiles(args.head_dim, flash.shared_memory_per_block(args.device))
             job = ahead.job(stage, dtype, args.head_dim, False, tiles, args.device, mask=new)
             begun = time.perf_counter()
@@ -125,8 +134,7 @@ def builds(each: list[argparse.Namespace]) -> list[tuple]:
               for call in libraries(full(args))}
     for args in each:
         if args.preset and args.direction == "bwd":
-            stage = flash.find_stage(None, flash.DTYPES[args.dtype], args.device, "bwd", True, args.head_dim,
-                                     ahead.a_call(args.head_dim, True))
+            stage = best_stage(args, "bwd", deterministic=True)
             for tiles in ahead.variants(stage, args.head_dim, args.device, False):
                 call = ahead.job(stage, flash.DTYPES[args.dtype], args.head_dim, False, tiles, args.device,
                                  deterministic=True, mask=masked.file(args))
@@ -207,30 +215,56 @@ def table(data: dict) -> str:
     for row in data["rows"]:
         key = (row["mask"], *(row[name] for name in ("B", "H", "H_kv", "N", "d")), row["pass"],
                row["checkpoint"])
-        kind = row["name"] if row["name"] in ("flex", "sdpa", "eager", "all") else "stage"
+        kind = row["name"] if row["name"] in PEERS else "stage"
         groups.setdefault(key, {})[kind] = row
-    lines = ["| mask | shape | pass | scores that count | stage | TFLOP/s | flex_attention | SDPA | eager |",
-             "|---|---|---|---:|---|---:|---|---|---|"]
+    heads = ("mask", "shape", "pass", "scores that count", "stage", "its time", "TFLOP/s", "flex_attention",
+             "SDPA", "eager")
+    lines = [f"| {' | '.join(heads)} |", "|---|---|---|---:|---|---|---:|---|---|---|"]
     for (mask, B, H, H_kv, N, d, direction, checkpointed), found in groups.items():
         ours = found.get("stage", {})
         heads = f"H={H}" + f" H_kv={H_kv}" * (H_kv != H)
         what = report.PASSES[direction] + ", checkpointed" * checkpointed
         pairs = ours.get("pairs")
         share = f"{100 * pairs / (B * H * N * N):.1f} %" if pairs else "-"
-        cells = [cell(found.get(kind), ours.get("median_ms")) for kind in ("flex", "sdpa", "eager")]
+        cells = [cell(found.get(kind), ours.get("median_ms")) for kind in LABELS]
         if "sdpa" in found:
             cells[1] += " " + found["sdpa"]["label"].removeprefix("PyTorch SDPA ")
         lines.append(f"| {mask} | B={B} {heads} N={N} d={d} | {what} | {share} | "
-                     f"{cell(ours or None, ours.get('median_ms'))} | {report.number(ours.get('tflops'))} | "
-                     f"{' | '.join(cells)} |")
-    stages = " and ".join(dict.fromkeys(row["label"] for row in data["rows"]
-                                        if row["name"] not in ("flex", "sdpa", "eager", "all")))
+                     f"{ours.get('label', '-')} | {cell(ours or None, ours.get('median_ms'))} | "
+                     f"{report.number(ours.get('tflops'))} | {' | '.join(cells)} |")
     dates = " and ".join(sorted(set(data["date"].values())))
-    origin = (f"bf16; {data['device']}; {dates}, by `python results/masks.py`. The stage is {stages}. Of "
-              "each: milliseconds, as a multiple of the stage's, too, and peak memory with all tensors, the "
-              "mask's among them. TFLOP/s: over scores that count. flex_attention is compiled. SDPA takes a "
-              "dense mask, in the backend that PyTorch chooses: it is named. eager is plain PyTorch.")
-    return "\n\n".join(["\n".join(lines), origin, *windows(data), *others(data), *failures(data)])
+    origin = (f"bf16; {data['device']}; {dates}, by `python results/masks.py`. Of each: milliseconds, "
+              "as a multiple of the stage's, too, and peak memory with all tensors, the mask's among them. "
+              "TFLOP/s: over scores that count. flex_attention is compiled. SDPA takes a dense mask, in the "
+              "backend that PyTorch chooses: it is named. eager is plain PyTorch.")
+    return "\n\n".join(["\n".join(lines), origin, *beside_peers(data), *windows(data), *others(data),
+                        *failures(data)])
+
+
+def beside_peers(data: dict) -> Iterator[str]:
+    """Eager's time over the stage's for block_causal, by pass and of both; and where a peer is faster."""
+    times: dict[tuple, dict[str, float]] = {}
+    for row in data["rows"]:
+        if row["status"] == "ok":
+            kind = row["name"] if row["name"] in PEERS else "stage"
+            times.setdefault((row["mask"], row["d"], row["pass"]), {})[kind] = row["median_ms"]
+    for mask, d in dict.fromkeys(key[:2] for key in times if key[0].startswith("block_causal")):
+        found = {name: times.get((mask, d, name), {}) for name in report.PASSES}
+        if all({"stage", "eager"} <= set(each) for each in found.values()):
+            alone = found["fwd"], found["bwd"]
+            both = sum(each["eager"] for each in alone) / sum(each["stage"] for each in alone)
+            whole = found["fwd+bwd"]["eager"] / found["fwd+bwd"]["stage"]
+            by_pass = " and ".join(f"{each['eager'] / each['stage']:.1f} {report.PASSES[name]}"
+                                   for name, each in zip(("fwd", "bwd"), alone))
+            yield (f"{mask}, eager's time over the stage's: {by_pass}, {both:.2f} of both together, "
+                   f"{whole:.1f} checkpointed. 3 was the aim.")
+    slower = [f"{mask} d={d}, {report.PASSES[direction]}: {report.number(each['stage'])} ms, "
+              f"{LABELS[best]} {report.number(each[best])}"
+              for (mask, d, direction), each in times.items() if len(each) > 1 and "stage" in each
+              for best in [min((name for name in each if name != "stage"), key=each.__getitem__)]
+              if each[best] < each["stage"]]
+    if slower:
+        yield f"Slower than a peer: {'; '.join(slower)}."
 
 
 def windows(data: dict) -> Iterator[str]:

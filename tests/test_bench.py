@@ -7,12 +7,14 @@ import re
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 import torch
 
 import flash
-from flash_ladder import ahead, launch, loader
+from flash_ladder import ahead, launch, loader, registry
+from flash_ladder import stage as stage_module
 from flash_ladder.bench import arguments as bench_arguments
 from flash_ladder.bench import cases, competitors, masked, measuring, modes, peers
 from flash_ladder.bench import report as bench_report
@@ -933,6 +935,27 @@ def test_results_of_masks(tmp_path, monkeypatch):
         mask_results.table(left))
     with pytest.raises(SystemExit, match="has rows of vla, measured on CPU"):
         mask_results.read(file, ["window64"], origin | {"device": "another"})
+
+
+@pytest.mark.parametrize("case, options, direction, deterministic, expected", [
+    ("vla", ("--pass", "fwd"), "fwd", False, "short_last"),
+    ("vla", ("--pass", "bwd"), "bwd", True, "exchanged_semaphores"),
+    ("window128", ("--pass", "bwd"), "bwd", False, "augmented"),
+    ("bias", ("--pass", "fwd", "--batch", "1", "--heads", "1", "--seqlens", "512"), "bwd", False,
+     "hopper_tuned")])
+def test_masks_are_measured_with_what_a_call_takes(monkeypatch, case, options, direction, deterministic,
+                                                   expected):
+    """On Hopper, by the call's own shape: a small one takes another stage than a large one."""
+    args, = bench_arguments.parse_arguments([*mask_results.CASES[case], "--dtype", "bf16", *options])
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
+    monkeypatch.setattr(stage_module, "find_nvcc", lambda cuda: Path("nvcc"))
+    monkeypatch.setattr(registry, "shared_memory_per_block", lambda device: 227 * 1024)
+    args.device = torch.device("cuda")
+    assert mask_results.best_stage(args, direction, deterministic).name == expected
+    args.direction = "bwd"
+    assert competitors.forward_stage(mask_results.best_stage(args, "bwd"), args).name == "short_last"
+    args.seqlens = [512, 64]
+    assert competitors.sizes_of(args) is None
 
 
 def test_results_of_masks_need_a_gpu(tmp_path, monkeypatch, capsys):

@@ -16,6 +16,7 @@ from flash_ladder.stage import FIELDS, TAKES
 
 sys.path.insert(0, str(flash.ROOT / "results"))
 import counts  # noqa: E402
+import masks  # noqa: E402
 import ncu  # noqa: E402
 import ratios  # noqa: E402
 import readme  # noqa: E402
@@ -176,9 +177,25 @@ def test_masks_that_are_measured(tmp_path, results):
     (tmp_path / "h200" / "masks.json").write_text(json.dumps(
         {"device": "a GPU", "date": {"bias": "2030-01-02"}, "rows": rows}))
     lines = readme.measured_masks().splitlines()
-    assert lines[2] == ("| bias | B=1 H=2 N=8 d=64 | forward | 50.0 % | 0.500, 2.00 KiB | 7.00 | "
+    assert lines[2] == ("| bias | B=1 H=2 N=8 d=64 | forward | 50.0 % | best | 0.500, 2.00 KiB | 7.00 | "
                         "2.00 (4.0×), 2.00 KiB | 3.00 (6.0×), 2.00 KiB (math) | - |")
-    assert lines[4].startswith("bf16; a GPU; 2030-01-02, by") and "The stage is best." in lines[4]
+    assert lines[4].startswith("bf16; a GPU; 2030-01-02, by") and len(lines) == 5
+
+
+def test_masks_beside_peers():
+    """block_causal by pass and both together; where a peer is faster than the stage, which and how much."""
+    times = {"fwd": (1.0, 4.0), "bwd": (3.0, 5.0), "fwd+bwd": (5.0, 15.0)}
+    row = {"mask": "block_causal:8", "d": 8, "status": "ok"}
+    rows = [row | {"pass": direction, "name": name, "median_ms": ms}
+            for direction, both in times.items() for name, ms in zip(("best", "eager"), both)]
+    bias = rows[0] | {"mask": "bias", "pass": "bwd"}
+    rows += [bias, bias | {"name": "flex", "median_ms": 0.8}, bias | {"name": "sdpa", "median_ms": 0.5},
+             bias | {"name": "eager", "status": "failed", "median_ms": None}]
+    assert list(masks.beside_peers({"rows": rows})) == [
+        "block_causal:8, eager's time over the stage's: 4.0 forward and 1.7 backward, 2.25 of both together, "
+        "3.0 checkpointed. 3 was the aim.",
+        "Slower than a peer: bias d=8, backward: 1.00 ms, SDPA 0.500."]
+    assert not list(masks.beside_peers({"rows": rows[1:2] + rows[-1:]}))
 
 
 def test_results_in_16_bits(tmp_path, results):

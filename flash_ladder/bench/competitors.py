@@ -74,11 +74,21 @@ def of_stage(stage: flash.Stage, args: argparse.Namespace, **tiles: int) -> Comp
         lambda N: {"mask": pattern(N, args).joined()} if args.mask else {}, args.checkpoint)
 
 
+def sizes_of(args: argparse.Namespace) -> dict[str, int] | None:
+    """Of the calls, as Stage.is_for() takes them; None: they have several lengths."""
+    if len(args.seqlens) > 1:
+        return None
+    N, = args.seqlens
+    return {"B": args.batch, "H": args.H, "H_kv": args.H_kv, "N_q": N, "N_k": N, "d": args.head_dim,
+            "gradients": int(args.direction != "fwd"), "masked": int(bool(args.mask or args.causal))}
+
+
 def forward_stage(backward: flash.Stage, args: argparse.Namespace) -> flash.Stage:
     """The forward stage that runs before a backward one. For "bwd" the best that runs here; for "fwd+bwd" its
     namesake, else, of what calls take, the best, else the parent of the next namesake on its branch; else
     that of the stage that it grew from."""
-    best = flash.find_stage(None, flash.DTYPES[args.dtype], args.device, d=args.head_dim)
+    best = flash.find_stage(None, flash.DTYPES[args.dtype], args.device, d=args.head_dim,
+                            sizes=sizes_of(args))
     if args.direction == "bwd":
         return best
     able = {stage.name: stage for stage in flash.stages("fwd") if not why_not(stage, args)}
