@@ -399,6 +399,7 @@ def test_the_same_kernel_on_one_shape(monkeypatch):
               for argument, direction in (("stage", "fwd"), ("backward", "bwd"))}
     monkeypatch.setattr(varlen.Case, "stages", lambda self: packed)
     assert case.of_one_shape() == {"stage": "hopper_tuned", "backward": "hopper_tuned"}
+    assert case.stage_of("bwd", "one") == "hopper_tuned" and case.stage_of("bwd", "flex") is None
 
 
 def test_bench(tmp_path, capsys):
@@ -407,7 +408,10 @@ def test_bench(tmp_path, capsys):
     assert {row["name"]: row["status"] for row in rows} == {
         "varlen": "ok", "one": "ok", "document": "ok", "flex": "failed"}
     assert all(row["difference"] < 0.01 for row in rows if row["name"] in ("varlen", "document"))
+    assert {row["name"]: row["stage"] for row in rows} == {
+        "varlen": "ampere_tuned", "one": "ampere_tuned", "document": None, "flex": None}
     out, err = capsys.readouterr()
+    assert "| attention_varlen (ampere_tuned) | one shape (ampere_tuned) | document mask |" in out
     assert "| 64 | causal | forward | " in out and "4 sequences of " in out and "needs a GPU" in err
     with pytest.raises(SystemExit):
         modes.main(["--varlen", "--batch", "2"])

@@ -83,6 +83,14 @@ class Case:
         return {argument: stage.after if stage.name in PACKED else stage
                 for argument, stage in self.stages().items()}
 
+    def stage_of(self, direction: str, name: str) -> str | None:
+        """The name of the stage that is measured; None of a peer."""
+        if name in PEERS:
+            return None
+        found = self.of_one_shape() if name == "one" else self.stages(name == "deterministic")
+        stage = found["stage" if direction == "fwd" else "backward"]
+        return stage if isinstance(stage, str) else stage.name
+
     def flops(self, direction: str, name: str) -> int:
         B, N = one_shape(self.lengths)
         lengths = [N] * B if name == "one" else self.lengths
@@ -151,7 +159,7 @@ def measured(case: Case, direction: str, names: list[str], turns: int) -> Iterat
             calls[name] = case.call(name, direction)
             results[name] = [x.detach() for x in calls[name]()]
         except Exception as error:  # whatever a compiler of a peer raises: the others are to be measured
-            yield shape | {"name": name, "median_ms": None, "tflops": None, "difference": None,
+            yield shape | {"name": name, "stage": None, "median_ms": None, "tflops": None, "difference": None,
                            "message": "out of memory", **failure(error)}
     differences = {}
     for name, theirs in results.items():
@@ -166,7 +174,8 @@ def measured(case: Case, direction: str, names: list[str], turns: int) -> Iterat
             times[name].append(statistics.median(milliseconds(call, torch.device(case.device))))
     for name, each in times.items():
         median = statistics.median(each)
-        yield shape | {"name": name, "status": "ok", "message": None, "median_ms": median,
+        yield shape | {"name": name, "stage": case.stage_of(direction, name), "status": "ok", "message": None,
+                       "median_ms": median,
                        "tflops": case.flops(direction, name) / median / 1e9,
                        "difference": differences.get(name)}
 
@@ -175,13 +184,19 @@ def names_for(direction: str, peers: list[str]) -> list[str]:
     return ["varlen", *["deterministic"] * (direction == "bwd"), "one", *peers]
 
 
+def heading(name: str, rows: list[dict]) -> str:
+    """Of a column: with the stages that its rows are of."""
+    stages = dict.fromkeys(row["stage"] for row in rows if row["name"] == name and row["stage"])
+    return LABELS[name] + f" ({', '.join(stages)})" * bool(stages)
+
+
 def table(rows: list[dict]) -> str:
     """In Markdown: a line for each pass of a shape. What is not ours, also as ours over it."""
     groups: dict[tuple, dict[str, dict]] = {}
     for row in rows:
         groups.setdefault((row["d"], row["causal"], row["pass"]), {})[row["name"]] = row
     names = [name for name in LABELS if any(name in found for found in groups.values())]
-    lines = [f"| d | mask | pass | {' | '.join(LABELS[name] for name in names)} |",
+    lines = [f"| d | mask | pass | {' | '.join(heading(name, rows) for name in names)} |",
              f"|---|---|---|{'---|' * len(names)}"]
     for (d, causal, direction), found in groups.items():
         ours = found["varlen"]["tflops"]
