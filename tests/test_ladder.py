@@ -93,6 +93,11 @@ def test_parents_come_before(stage):
     assert line[-1] == flash.stages(stage.direction)[0] and not line[-1].after
 
 
+def test_hoppers_rungs_say_what_was_predicted():
+    """Or that nothing was."""
+    assert not [str(s) for s in STAGES if s.needs.startswith("sm_90") and not s.predicted]
+
+
 def test_defaults_are_ends_of_branches():
     parents = {(s.direction, s.after) for s in STAGES
                if not s.calls and s.name not in (*MULTICAST, *STREAM_K, *WRITERS, *SIDE_BRANCH, *UP_TO_64,
