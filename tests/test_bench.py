@@ -1001,7 +1001,7 @@ def test_hopper_compares_with_what_runs(capsys, tmp_path):
     assert rows["cudnn"]["ms"] is None and rows["cudnn"]["message"]
     lines = hopper.table(data["rows"]).splitlines()
     assert len(lines) == 3 and "fwd bf16 d=16 causal B=1 H=2:1 N=40" in lines[2]
-    best = min(rows[name]["ms"] for name in hopper.LABELS if rows[name]["ms"])
+    best = min(row["ms"] for name, row in rows.items() if name in hopper.LABELS and row["ms"])
     assert f"{best / rows['exp2']['ms']:.3f}" in lines[2]
     assert hopper.kept(data, "one", [shape]) == [] and hopper.kept(data, "one", []) == data["rows"]
     with pytest.raises(SystemExit, match="has rows of one, and this is another"):
