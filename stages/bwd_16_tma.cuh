@@ -32,7 +32,7 @@
 // kernel that runs first lays them out in whole tiles, makes D, and sets dQ_accum to 0, as in cp_async
 // (common/prepare.cuh). Rows past the end get L = infinity, and so P = 0.
 //
-// HBM traffic without caches (hbm, above): as in cp_async.
+// HBM traffic without caches (hbm, above): as in cp_async. At d=256 a thread spills 1.6 KB.
 //
 // Changed from transposed: the loads; tiles in panels; prepare_kernel instead of D_kernel and clear_kernel.
 #pragma once

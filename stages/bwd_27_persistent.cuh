@@ -48,7 +48,7 @@
 // only h and b of a head, and it reads j again from where it has written it. At d > 128 it keeps m in local
 // memory: a load and a store an item.
 //
-// HBM traffic without caches (hbm, above): as in whole_group.
+// HBM traffic without caches (hbm, above): as in whole_group. At d > 128 a thread spills 8 bytes.
 //
 // Changed from whole_group: a loop over items around both roles; the order of items; the ticket.
 #pragma once

@@ -35,7 +35,7 @@
 // keys, and 18 once; 48 with each tile.
 //
 // Changed from idle_warps: how S and dP begin. Masks that change scores need L by itself, dropout D: these
-// come as before.
+// come as before. A thread spills up to 44 bytes at d=64, 32 at d=128.
 #pragma once
 #include "common/augmented.cuh"
 #include "common/clear_unseen.cuh"

@@ -45,7 +45,7 @@
 // tile nothing is read.
 // Stays because calls take it that must be deterministic: there it is the fastest.
 //
-// Changed from augmented: the order, from semaphores, and the first sums.
+// Changed from augmented: the order, from semaphores, and the first sums. A thread spills up to 84 bytes.
 #pragma once
 #include "common/augmented.cuh"
 #include "common/clear_unseen.cuh"
