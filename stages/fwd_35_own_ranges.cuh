@@ -17,11 +17,11 @@
 // Of a window of W keys, Br rows together see W + Br - 1 keys, but 64 rows no more than W + 63. With W = 1024
 // and tiles of 192 x 80 a block needs 16 tiles on average, a warpgroup 14.4.
 //
-// cut_diagonal lets a warpgroup pass by the last tile, as tiles come in the order of keys there. With a window
-// whole tiles come first; those in front of them are in the middle of the list, and stay. Here a window's
-// tiles come in the order of keys, too, and each warpgroup has a range of them, `own` (common/own_range.cuh).
-// It passes by what is in front of it and behind it, be it several tiles: it only gives them back, and lets
-// the next warpgroup have its turns.
+// cut_diagonal lets a warpgroup pass by the last tile, as tiles come in the order of keys there. With a
+// window whole tiles come first; those in front of them are in the middle of the list, and stay. Here a
+// window's tiles come in the order of keys, too, and each warpgroup has a range of them, `own`
+// (common/own_range.cuh). It passes by what is in front of it and behind it, be it several tiles: it only
+// gives them back, and lets the next warpgroup have its turns.
 //
 // A price: with a window no P V is left until the next tile (seamless). The V of it would stay in its buffer
 // while the other warpgroups need the tiles after it. So a warpgroup multiplies at once, and stores O while

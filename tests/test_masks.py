@@ -312,8 +312,8 @@ def test_a_warpgroup_has_its_own_range(device, schedule, name, d, Br, Bc, N_q, N
     that go on to the next tile of Q."""
     B = 1 if device == "cpu" else 60
     with flash.inspect() if device == "cpu" else contextlib.nullcontext() as report:
-        check(name, "own_ranges", None, (B, 4, 2, N_q, N_k, d), torch.bfloat16, device, gradients=False, Br=Br,
-              Bc=Bc)
+        check(name, "own_ranges", None, (B, 4, 2, N_q, N_k, d), torch.bfloat16, device, gradients=False,
+              Br=Br, Bc=Bc)
     assert not (report and report.findings), report
 
 

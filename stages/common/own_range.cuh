@@ -22,8 +22,8 @@ __device__ __forceinline__ bool is_cut(const TilesInOrder& tiles, int t) {
   return t < tiles.whole || t >= tiles.cut;
 }
 
-// Of the first `end` tiles that a block needs, those that a warpgroup needs, whose 64 rows begin at `row`; one
-// at least. Of the last one perhaps no more than the first `some` columns.
+// Of the first `end` tiles that a block needs, those that a warpgroup needs, whose 64 rows begin at `row`:
+// one at least. Of the last one perhaps no more than the first `some` columns.
 struct OwnRange {
   int first, end;
   bool some_are_enough;
