@@ -386,6 +386,14 @@ def test_the_default_of_the_forward_pass(monkeypatch, B, H_kv, N, d, masked, exp
     assert nearest.name == "packed"
 
 
+@pytest.mark.parametrize("d, N_q, gradients, expected", [
+    (64, 1, 0, "split_kv"), (256, 16, 0, "split_kv"), (64, 17, 0, "short_last"), (64, 1, 1, "hopper_tuned")])
+def test_few_queries_with_a_mask(monkeypatch, d, N_q, gradients, expected):
+    """On Hopper they take what splits the keys, as they do without a mask."""
+    sizes = {"B": 8, "H": 8, "H_kv": 8, "N_q": N_q, "N_k": 4096, "d": d, "gradients": gradients, "masked": 1}
+    assert flash.find_stage(None, torch.bfloat16, gpu(monkeypatch, (9, 0)), d=d, sizes=sizes).name == expected
+
+
 @pytest.mark.parametrize("d, causal, forward, backward", [
     (64, False, {"hopper_tuned", "stream_k"}, {"hopper_tuned", "augmented"}),
     (128, True, {"short_last"}, {"hopper_tuned", "augmented"}),
