@@ -179,9 +179,13 @@ class Source:
             for bound in BOUND.finditer(code, begin, end):
                 self._add_bound(bound)
 
-    def _new(self, position: int, change: str) -> int:
+    def _line(self, position: int) -> tuple[int, str]:
+        """The number of the line there, and its text."""
         line = bisect.bisect_right(self._lines, position)
-        text = self.text[self._lines[line - 1]:].split("\n", 1)[0]
+        return line, self.text[self._lines[line - 1]:].split("\n", 1)[0]
+
+    def _new(self, position: int, change: str) -> int:
+        line, text = self._line(position)
         code = " ".join(text.split("//")[0].split())
         file = str(self.file.relative_to(self.folder))
         same = sum((m.code, m.change) == (code, change) for m in self.mutants)
@@ -192,6 +196,8 @@ class Source:
         start, end = sync.span()
         if not re.search(r"[{};)]\s*$|\belse\s+$", code[max(0, start - 200):start]):
             return                                            # a part of an expression
+        if "if (DROPOUT)" in self._line(start)[1]:
+            return
         before, after = neighbours(code, start)
         returns, call = sync[0].startswith("return"), sync[0][sync.start(1) - start:]
         what = sync[1].rpartition(".")[2]
@@ -218,8 +224,7 @@ class Source:
         self.edits.append((start, end, f"{{ if ({none}) {call}{instead}{' return;' * returns} }}"))
 
     def _add_bound(self, bound: re.Match) -> None:
-        line = bisect.bisect_right(self._lines, bound.start())
-        text = self.text[self._lines[line - 1]:].split("\n", 1)[0]
+        line, text = self._line(bound.start())
         if FIXED.search(text) or self.file.name == "mask.cuh" and OTHER_RULES.search(text):
             return
         if self.file.name in OTHER_CALLS or "DROPOUT" in text:

@@ -4,6 +4,7 @@
 // needs:   sm_90a
 // after:   exchanged_tuned
 // deterministic: yes
+// takes:   dropout, sink, d_v
 // tiles:   Br=64 Bc=128
 // limits:  Br in (64,); Bc in (128,)
 // shared:  (2 * Bc + 4 * Br) * ((d + 63) // 64 * 64) + 64 * (Bc + 6 * Br) * ((d + 127) // 128) +
@@ -17,13 +18,13 @@
 //          full (H200, bf16, N=4096; make readme)
 //
 // As in semaphores (common/in_order.cuh), with one for either half of dQ's columns. The third warpgroup adds
-// from registers, a warp beside the producer counts that. d=256 takes 1.09 to 1.15 times as long (H100; by
-// __threadfence() and atomicAdd(), which empty L1, 1.28 to 1.37); on an H200 1.05 to 1.12.
-// Stays because sums have the same bits in each run: with deterministic=True calls with d > 128 take it.
-// HBM traffic without caches (hbm, above): as in exchanged_tuned. Changed from exchanged_tuned: these.
+// from registers, a warp beside the producer counts that. d=256 takes 1.09 to 1.15 times as long (H100; with
+// fences that empty L1 1.28 to 1.37), on an H200 1.05 to 1.12. HBM traffic, dropout: as in exchanged_tuned.
+// Stays because calls with deterministic=True and d > 128 take it. Changed from exchanged_tuned: these.
 #pragma once
 #include "common/clear_unseen.cuh"
 #include "common/cluster.cuh"
+#include "common/drop_signed.cuh"
 #include "common/exp2.cuh"
 #include "common/gradients.cuh"
 #include "common/hand_over.cuh"
@@ -142,7 +143,6 @@ __global__ void __launch_bounds__(threads, 1) backward_kernel(
   peer_K_smem.init(4);
   cluster_sync();
   start_next_kernel();
-
   const Mask mask(p, b, h);
   const auto tiles = mask.query_tiles(j);
   int n = 0;                                // tiles so far
@@ -172,14 +172,11 @@ __global__ void __launch_bounds__(threads, 1) backward_kernel(
     return cluster_sync();
   }
   setmaxnreg_inc<consumer_registers>();
-
   // What wgmma reads: K_j and V_j; Q_i in buffer 0, both ways, and dO_i
   const uint32_t K_tile = matrix_at<2>(K_smem.tiles), V_tile = matrix_at<2>(V_smem.tiles);
   const uint32_t Q_tile = matrix_at<2>(Q_smem.tiles), dO_columns = matrix_at<2>(dO_smem.tiles, 128 * Br);
   const uint32_t Q_columns = matrix_at<2>(Q_smem.tiles, 128 * Br), Q_second = Q_columns + second * Br / 8;
-
   float first_reg[columns / 8][4] = {}, second_reg[columns / 8][4] = {};         // line 7: of dV, or of dK
-
   K_smem.wait_until_full(0);
   V_smem.wait_until_full(0);
   for (int t = tiles.end - 1; t >= tiles.first; t--, n++) {              // line 8
@@ -188,7 +185,7 @@ __global__ void __launch_bounds__(threads, 1) backward_kernel(
     const float *L_i = L_smem + n % 2 * Br, *D_i = D_smem + n % 2 * Br;
     float S_reg[Br / 8][4], dP_reg[Br / 8][4], slope_reg[Br / 8][4];
     uint32_t P_frag[Br / 16][4], dS_frag[Br / 16][4], slope_frag[Br / 16][4];
-
+    uint32_t signed_frag[Br / 16][4];       // with dropout: P, what is dropped with a minus
     if (warpgroup == 0) {                 // dV
       const float c = factor_of_S(p.scale);
       const auto seen = seen_of<Br / 8>(mask, tiles, t, i * Br, block_key + warp_row);
@@ -200,14 +197,15 @@ __global__ void __launch_bounds__(threads, 1) backward_kernel(
       for_each(S_reg, [&](float& x, int, int) { x = fast_exp2(c * x); });          // line 11: P_ij
       clear_unseen(S_reg, mask, tiles, t, j, i * Br, block_key + warp_row, seen);
       Q_smem.release(n);
-      to_A(P_frag, S_reg);
+      if (DROPOUT) drop_P(P_frag, signed_frag, S_reg, mask, i * Br, of_lane_0(block_key + warp_row));
+      else to_A(P_frag, S_reg);
       if (Mask::scores) to_A(slope_frag, slope_reg);
       dO_smem.wait_until_full(2 * n);
       wgmma_PV(first_reg, P_frag, dO_columns + dO_smem.offset(2 * n));   // line 12: + P_ij^T dO_i
       dO_smem.wait_until_full(2 * n + 1);
       wgmma_PV(second_reg, P_frag, dO_columns + dO_smem.offset(2 * n + 1));
       P_place.wait_until_empty(n);
-      hand_over(P_smem, P_frag);
+      hand_over(P_smem, DROPOUT ? signed_frag : P_frag);
       if (Mask::scores) hand_over(P_smem + Bc * Br / 8, slope_frag);
       P_place.filled();
       wgmma_wait<1>();
@@ -221,16 +219,17 @@ __global__ void __launch_bounds__(threads, 1) backward_kernel(
       wgmma_wait<0>();
       __syncwarp();                       // all lanes have read D_i
       dO_smem.release(2 * n);
-      dO_smem.release(2 * n + 1);
+      if (!DROPOUT) dO_smem.release(2 * n + 1);
       P_place.wait_until_full(n);
       take(P_frag, P_smem);
       if (Mask::scores) take(slope_frag, P_smem + Bc * Br / 8);
       for_both(P_frag, dP_reg, [&](float P, float& dP, int r, int col) {   // line 14: dS_ij
-        dP = P * dP;
-        mask.keep_gradient(dP, i * Br + col, block_key + warp_row + r);
+        dP = DROPOUT && P < 0.f ? -P * D_i[col] : P * dP;
+        mask.keep_gradient(DROPOUT ? mask.dropout.scale * dP : dP, i * Br + col, block_key + warp_row + r);
       });
       if (Mask::scores) for_both(slope_frag, dP_reg, [](float slope, float& dS, int, int) { dS *= slope; });
       P_place.emptied();
+      if (DROPOUT) dO_smem.release(2 * n + 1);       // with its buffer D_i is given back
       to_A(dS_frag, dP_reg);
       Q_smem.wait_until_full(n);
       wgmma_PV(first_reg, dS_frag, Q_columns + buffer);                  // line 16: + dS_ij^T Q_i
@@ -248,12 +247,13 @@ __global__ void __launch_bounds__(threads, 1) backward_kernel(
   }                                                                      // line 17
   if (p.H > p.H_kv) {                       // parts of dV and dK
     float* part = dKV_parts + ((warpgroup == 0 ? heads : 0) + bh) * (int64_t)p.N_k * d;
-    store_part(part, first_reg, block_key + warp_row, p.N_k, 0, 0, d);
-    store_part(part, second_reg, block_key + warp_row, p.N_k, second, columns, d);
+    store_part(part, first_reg, block_key + warp_row, p.N_k, 0, 0, warpgroup == 0 ? d_v : d);
+    store_part(part, second_reg, block_key + warp_row, p.N_k, second, columns, warpgroup == 0 ? d_v : d);
   } else {                                  // line 18, through the buffers of Q
     Q_smem.wait_until_empty(n + warpgroup);
     store_halves(warpgroup == 0 ? dV_map : dK_map, Q_smem.tiles + (n + warpgroup) % 2 * Q_smem.elements,
-                 first_reg, second_reg, second, warpgroup ? p.scale : 1.f, Bc, warp_row, block_key, h, b);
+                 first_reg, second_reg, second, warpgroup ? scale_of_dS(p) : dropout_scale(p), Bc,
+                 warp_row, block_key, h, b);
   }
   cluster_sync();
 }
@@ -270,16 +270,16 @@ cudaError_t launch(const BwdParams& p, cudaStream_t stream) {
   CUtensorMap Q_map, K_map, V_map, dO_map, dK_map, dV_map;
   cudaError_t error = make_tensor_map(Q_map, p.Q, p.B, p.H, p.N_q, d, Br);
   if (error == cudaSuccess) error = make_tensor_map(K_map, p.K, p.B, p.H_kv, p.N_k, d, Bc);
-  if (error == cudaSuccess) error = make_tensor_map(V_map, p.V, p.B, p.H_kv, p.N_k, d, Bc);
-  if (error == cudaSuccess) error = make_tensor_map(dO_map, p.dO, p.B, p.H, p.N_q, d, Br);
+  if (error == cudaSuccess) error = make_tensor_map(V_map, p.V, p.B, p.H_kv, p.N_k, d_v, Bc);
+  if (error == cudaSuccess) error = make_tensor_map(dO_map, p.dO, p.B, p.H, p.N_q, d_v, Br);
   if (error == cudaSuccess) error = make_tensor_map(dK_map, p.dK, p.B, p.H_kv, p.N_k, d, 16);
-  if (error == cudaSuccess) error = make_tensor_map(dV_map, p.dV, p.B, p.H_kv, p.N_k, d, 16);
+  if (error == cudaSuccess) error = make_tensor_map(dV_map, p.dV, p.B, p.H_kv, p.N_k, d_v, 16);
   if (error != cudaSuccess) return error;
   Workspace w;
   w.dQ_accum = static_cast<float*>(p.workspace);
   w.L = w.dQ_accum + rows_of_Q(p) * d;
   w.D = w.L + rows_of_Q(p);
-  prepare_seeds(w, p.scale);
+  prepare_seeds(w, p.scale, dropout_scale(p));
   float* dKV_parts = w.D + rows_of_Q(p);
   int* semaphores = reinterpret_cast<int*>(dKV_parts + 2 * numbers_of_K(p));
   w.ticket = semaphores;                                                 // all 0: nobody draws tickets
@@ -294,7 +294,7 @@ cudaError_t launch(const BwdParams& p, cudaStream_t stream) {
   cudaLaunchKernelEx(ClusterLaunch(2, blocks, threads, bytes, stream, true), backward_kernel, p, w, dKV_parts,
                      semaphores, heads_together, Q_map, K_map, V_map, dO_map, dK_map, dV_map);
   cudaLaunchKernelEx(EarlyLaunch(p.B * p.H * ceil_div(p.N_q, convert_rows), 256, 0, stream),
-                     convert_dQ_kernel, p, w.dQ_accum, 1);
-  reduce_heads(p, dKV_parts, p.H, stream);
+                     convert_dQ_kernel, with_scale_of_dS(p), w.dQ_accum, 1);
+  reduce_heads(with_scale_of_dS(p), dKV_parts, p.H, stream);
   return cudaGetLastError();
 }

@@ -42,8 +42,8 @@
 //
 // HBM traffic without caches (hbm, above): as in whole_group. A thread spills up to 104 bytes; with dropout,
 // packed, 180.
-// Stays because deterministic calls with packed sequences, or d > 192 and dropout or a sink, take it:
-// ampere_tuned's copies of dQ took 2.2 to 3.3 times packed's time.
+// Stays because deterministic calls with packed sequences take it: ampere_tuned's copies of dQ took 2.2 to
+// 3.3 times packed's time.
 //
 // Changed from packed: semaphores' turns, and its way through the queries.
 #pragma once

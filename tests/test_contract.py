@@ -412,11 +412,10 @@ def test_what_is_built_ahead(monkeypatch, d, causal, forward, backward):
     (64, False, ("dropout",), "augmented"), (128, False, (), "augmented"),
     (136, False, (), "exchanged_tuned"), (256, False, (), "exchanged_tuned"),
     (16, True, ("sink", "d_v"), "first_stores"), (64, True, (), "first_stores"),
-    (128, True, ("dropout", "sink", "d_v"), "first_stores"), (192, True, ("dropout",), "first_stores"),
+    (128, True, ("dropout", "sink", "d_v"), "first_stores"),
     (136, True, (), "exchanged_semaphores"), (256, True, (), "exchanged_semaphores"),
-    (256, True, ("dropout",), "packed_semaphores"), (256, True, ("sink",), "packed_semaphores"),
-    (256, False, ("dropout",), "hopper_tuned"), (256, False, ("sink",), "hopper_tuned"),
-    (256, False, ("d_v",), "hopper_tuned"),
+    (192, True, ("dropout", "d_v"), "exchanged_semaphores"), (256, True, ("sink",), "exchanged_semaphores"),
+    (256, False, ("dropout", "sink"), "exchanged_tuned"), (192, False, ("d_v",), "exchanged_tuned"),
     (64, False, ("varlen",), "packed"), (256, False, ("varlen", "dropout"), "packed"),
     (64, True, ("varlen",), "packed_semaphores"), (256, True, ("varlen", "sink"), "packed_semaphores")])
 def test_the_default_of_the_backward_pass(monkeypatch, d, deterministic, needs, expected):

@@ -219,7 +219,10 @@ def test_packed_sequences_spill_little(stage, tmp_path):
     *(("fwd", "short_last", d, asked, True, 0) for d in (64, 128)
       for asked in ("DROPOUT", "SINK", "NEGATIVE_SCALE")),
     ("bwd", "augmented", 64, "DROPOUT", True, 248), ("bwd", "augmented", 64, "DROPOUT", False, 272),
-    ("bwd", "augmented", 64, "alibi", False, 56)])
+    ("bwd", "augmented", 64, "alibi", False, 56),
+    *(("bwd", "exchanged_tuned", d, "DROPOUT", causal, most)
+      for d, most in ((192, 0), (256, 20)) for causal in (False, True)),
+    ("bwd", "exchanged_semaphores", 256, "DROPOUT", True, 16)])
 def test_dropout_and_masks_on_hopper(direction, name, d, asked, causal, most, tmp_path):
     """Registers are short there: products are not serialised, and so many bytes are spilled at most."""
     stage = flash.find_stage(name, torch.bfloat16, torch.device("cpu"), direction)
