@@ -83,11 +83,10 @@ def shapes(dtypes: list[str]) -> Iterator[Shape]:
             yield Shape(direction, dtype, 256, True, 2, "8:1", 1024, AMPERE, "flash,math")
 
 
-def best_stage(direction: str, dtype: str, d: int, needs: tuple[str, ...] = ()) -> str:
-    """The name of the stage that a large call with a mask takes here without one. needs: as of
-    find_stage()."""
+def best_stage(direction: str, dtype: str, d: int) -> str:
+    """The name of the stage that a large call with a mask takes here without one."""
     return flash.find_stage(None, flash.DTYPES[dtype], flash.default_device(), direction, d=d,
-                            sizes=ahead.a_call(d, True), needs=needs).name
+                            sizes=ahead.a_call(d, True)).name
 
 
 def middle(turns: tuple[dict, ...]) -> dict:

@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
+import test_contract
 import torch
 
 import flash
@@ -20,6 +21,7 @@ from flash_ladder.bench import cases, competitors, masked, measuring, modes, pee
 from flash_ladder.bench import report as bench_report
 
 sys.path.insert(0, str(flash.ROOT / "results"))
+import dropout as dropout_results  # noqa: E402
 import hopper  # noqa: E402
 import masks as mask_results  # noqa: E402
 import ratios  # noqa: E402
@@ -1120,6 +1122,53 @@ def test_ratios_need_a_gpu(tmp_path, monkeypatch, capsys):
             ratios.main(wrong)
         assert why in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
+
+
+# ---------------------------------------------------------------------------------------- results/dropout.py
+def test_dropout_is_compared_with_what_a_call_without_takes(tmp_path, monkeypatch):
+    """Also if that stage takes no dropout. What is built ahead is what is run, and the table names both."""
+    for module, name, value in ((dropout_results, "N", 32), (ratios, "TURNS", 1),
+                                (dropout_results, "SHAPES", {"bf16": (1, {16: 1})})):
+        monkeypatch.setattr(module, name, value)
+    monkeypatch.setattr(dropout_results, "stage_of",
+                        lambda direction, *call: "ampere_tuned" if call[-1] or direction == "fwd" else "mma")
+    attention, called = flash.attention, set()
+
+    def watched(*tensors, stage, backward=None, dropout_p, **options):
+        called.add(((backward or stage).name, dropout_p))
+        return attention(*tensors, stage=stage, backward=backward, dropout_p=dropout_p, **options)
+
+    monkeypatch.setattr(flash, "attention", watched)
+    built, build = [], launch.build
+    for module in (ahead, launch):
+        monkeypatch.setattr(module, "build", lambda *call: built.append(build(*call)) or built[-1])
+    rows = []
+    for shape in dropout_results.shapes():
+        stages, args = shape.stage.split(","), dataclasses.replace(shape, peers="math").arguments(tmp_path)
+        ahead.build_all(dropout_results.builds(args))
+        before = set(built)
+        called.clear()
+        found = dropout_results.measured(args, stages)
+        assert set(built) == before and min(found.values()) > 0
+        assert called == {("ampere_tuned" if shape.direction == "fwd" else "mma", 0.0), ("ampere_tuned", 0.1)}
+        rows.append({"pass": shape.direction, "dtype": "bf16", "d": 16, "causal": shape.causal,
+                     "stage": stages[0], "stage_without": stages[-1]} | found)
+    data = {"rows": rows, "p": 0.1, "N": 32, "device": "a GPU", "date": "2030-01-02"}
+    table = dropout_results.table(data)
+    assert "dropout_p = 0.1 over that of ampere_tuned, mma without it, N=32" in table
+    ratio = rows[2]["stage_dropout_ms"] / rows[2]["stage_ms"]
+    assert table.splitlines()[2].startswith("| bf16, 16 | none | ") and f" | {ratio:.2f} | " in table
+    for row in rows:
+        del row["stage_without"]                      # measured before: of one stage
+    assert "dropout_p = 0.1 over that without it, N=32" in dropout_results.table(data)
+
+
+def test_dropout_is_of_the_stages_that_calls_take(monkeypatch):
+    """On a GPU that does not have to be there."""
+    monkeypatch.setattr(flash, "default_device", lambda: test_contract.gpu(monkeypatch, (9, 0)))
+    taken = {(s.direction, s.d, s.causal): s.stage for s in dropout_results.shapes() if s.dtype == "bf16"}
+    assert taken["bwd", 256, True] == taken["bwd", 256, False] == "exchanged_tuned"
+    assert taken["fwd", 64, True] == "short_last" and taken["fwd", 64, False] == "stream_k"
 
 
 # ---------------------------------------------------------------------------------------- files of one's own
