@@ -215,7 +215,8 @@ def test_packed_sequences_spill_little(stage, tmp_path):
 @pytest.mark.skipif(NVCC is None, reason=WHY_NOT)
 @pytest.mark.parametrize("direction, name, d, asked, causal, most", [
     ("fwd", "hopper_tuned", 64, "DROPOUT", False, 0), ("fwd", "hopper_tuned", 128, "DROPOUT", False, 40),
-    ("fwd", "hopper_tuned", 64, "window", False, 0), ("fwd", "hopper_tuned", 128, "window", False, 28),
+    ("fwd", "short_last", 128, "window", False, 28),
+    ("fwd", "own_ranges", 64, "window", False, 0), ("fwd", "own_ranges", 128, "window", False, 0),
     *(("fwd", "short_last", d, asked, True, 0) for d in (64, 128)
       for asked in ("DROPOUT", "SINK", "NEGATIVE_SCALE")),
     ("bwd", "augmented", 64, "DROPOUT", True, 248), ("bwd", "augmented", 64, "DROPOUT", False, 272),

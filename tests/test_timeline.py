@@ -15,7 +15,7 @@ import flash
 from flash_ladder import ahead, launch
 from flash_ladder.bench import arguments, chart, marks, modes, steps, timeline
 from flash_ladder.bench.marks import BEGIN, END, POINT, Block, Mark, Source, Span
-from flash_ladder.grid import MULTICAST, SIDE_BRANCH, UP_TO_64, WRITERS, is_end
+from flash_ladder.grid import MULTICAST, OWN_RANGES, SIDE_BRANCH, UP_TO_64, WRITERS, is_end
 
 BOTH = ("fwd", "bwd")
 STAGES, BACKWARD = ({stage.name: stage for stage in flash.stages(direction) if timeline.has_marks(stage)}
@@ -50,7 +50,8 @@ def test_every_hopper_stage_leaves_marks():
     folder = flash.ROOT / "results/cpu/timeline"
     drawn = {(direction, name) for direction, name in marked
              if (folder / f"timeline_{'bwd_' * (direction == 'bwd')}{name}.json").exists()}
-    assert marked - drawn == {*(("fwd", name) for name in MULTICAST), *(("bwd", name) for name in UP_TO_64)}
+    assert marked - drawn == {*(("fwd", name) for name in (*MULTICAST, *OWN_RANGES)),
+                              *(("bwd", name) for name in UP_TO_64)}
 
 
 @needs_nvcc

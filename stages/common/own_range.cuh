@@ -43,8 +43,8 @@ __device__ __forceinline__ OwnRange own_range(const Mask& mask, const TilesInOrd
 }
 
 // A warpgroup passes by the tiles of these steps, and its turns at them.
-template <class Turns, class KeyRing, class ValueRing>
-__device__ __forceinline__ void pass_by(const Turns& turns, const KeyRing& K_smem, const ValueRing& V_smem,
+template <class Whose, class Keys, class Values>
+__device__ __forceinline__ void pass_by(const Whose& turns, const Keys& K_smem, const Values& V_smem,
                                         unsigned step, unsigned end) {
   for (; step < end; step++) {
     turns.skip();
