@@ -77,6 +77,8 @@ CASES = {
     "d_v < d": (qkv(d_v=8), None, {"is_causal": True}),
     "d_v > d": (qkv(d=8, d_v=40), None, {}),
     "d = 33, d_v = 35": (qkv(d=33, d_v=35), normal(B, H, N_q, N_k), {}),
+    "d = 1, d_v = 3": (qkv(d=1, d_v=3), None, {}),
+    "d = 7, d_v = 1": (qkv(d=7, d_v=1), None, {}),
     "causal, more queries": (qkv(N_q=30, N_k=21), None, {"is_causal": True}),
     "causal, one query": (qkv(N_q=1), None, {"is_causal": True}),
     "scale": (qkv(), None, {"scale": 0.4}),
