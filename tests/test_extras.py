@@ -340,9 +340,10 @@ def test_with_a_mask_that_has_a_slope(backward, device, monkeypatch):
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("backward", ["ampere_tuned", "hopper_tuned", "exchanged_tuned"])
+@pytest.mark.parametrize("backward", [
+    "ampere_tuned", "hopper_tuned", "exchanged_tuned", "exchanged_semaphores"])
 def test_the_gradient_of_a_bias(backward, device, monkeypatch):
-    """It is dS itself: in the last two that lacks dropout's scale, which the others get in the end."""
+    """It is dS itself: in Hopper's stages that lacks dropout's scale, which the others get in the end."""
     seed = held(monkeypatch)
     g = torch.Generator().manual_seed(0)
     q, k, v, do = (torch.randn(1, 2, 70, n, generator=g).half().to(device) for n in (136, 136, 72, 72))
@@ -360,14 +361,15 @@ def test_the_gradient_of_a_bias(backward, device, monkeypatch):
         near(mine, right, plain, 4)
 
 
-@pytest.mark.parametrize("copies", ["late", "early"])
-def test_checker_finds_nothing_where_D_is_kept(copies, monkeypatch):
-    """In exchanged_tuned, of which a block has four tiles of Q: all buffers are filled anew."""
+@pytest.mark.parametrize("backward, copies", [
+    ("exchanged_tuned", "late"), ("exchanged_tuned", "early"), ("exchanged_semaphores", "early")])
+def test_checker_finds_nothing_where_D_is_kept(backward, copies, monkeypatch):
+    """A block has four tiles of Q: all buffers are filled anew."""
     monkeypatch.setenv("FLASH_SIM_COPIES", copies)
     q, k = (torch.randn(1, 2, n, 136).half().requires_grad_() for n in (200, 150))
     v = torch.randn(1, 2, 150, 72).half().requires_grad_()
     with flash.inspect() as report:
-        o = flash.attention(q, k, v, dropout_p=0.4, causal=True, backward="exchanged_tuned")
+        o = flash.attention(q, k, v, dropout_p=0.4, causal=True, backward=backward)
         found = torch.autograd.grad(o.sum(), [q, k, v])
     assert not report.findings, str(report)
     assert all(torch.isfinite(x).all() for x in found)

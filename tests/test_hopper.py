@@ -545,19 +545,24 @@ def test_columns_of_S_of_a_cluster(device):
     assert products == sum(needed) * d // 16
 
 
+def columns_of_S(stage: str, N: int, **options) -> int:
+    """Columns of 64 rows that are multiplied, d = 64."""
+    q = torch.randn(1, 1, N, 64, generator=torch.Generator().manual_seed(0)).bfloat16()
+    with flash.inspect(Q=q) as report:
+        flash.attention(q, q, q, stage=stage, **options)
+    products = [(a.requests, a.bytes // a.requests // 32 - 64) for a in report.accesses
+                if a.kind == "wgmma" and a.bytes // a.requests // 32 > 64]      # both operands in smem
+    return sum(requests * n for requests, n in products) // (64 // 16)
+
+
 @simulator_only
 @pytest.mark.parametrize("Br, Bc", [(192, 128), (128, 128), (128, 80)])
 def test_columns_of_S_on_the_diagonal(device, Br, Bc):
     """As many as its header says: columns of 64 rows that are multiplied, by stage; without a mask all."""
-    N, d = 576, 64
-    q = torch.randn(1, 1, N, d, generator=torch.Generator().manual_seed(0)).bfloat16()
+    N = 576
 
     def columns(stage, causal):
-        with flash.inspect(Q=q) as report:
-            flash.attention(q, q, q, causal=causal, stage=stage, Br=Br, Bc=Bc)
-        products = [(a.requests, a.bytes // a.requests // 32 - 64) for a in report.accesses
-                    if a.kind == "wgmma" and a.bytes // a.requests // 32 > 64]      # both operands in smem
-        return sum(requests * n for requests, n in products) // (d // 16)
+        return columns_of_S(stage, N, causal=causal, Br=Br, Bc=Bc)
 
     of_blocks = of_warpgroups = 0
     for row in range(0, -(-N // Br) * Br, 64):
@@ -569,6 +574,21 @@ def test_columns_of_S_on_the_diagonal(device, Br, Bc):
     assert columns("early_wait", True) == of_blocks > of_warpgroups
     assert columns("cut_diagonal", True) == columns("hopper_tuned", True) == of_warpgroups
     assert columns("cut_diagonal", False) == columns("early_wait", False)
+
+
+@simulator_only
+@pytest.mark.parametrize("Br, Bc", [(192, 80), (192, 64), (128, 32)])
+def test_columns_of_S_in_a_window(device, Br, Bc):
+    """Of own_ranges those of the tiles that the 64 rows of a warpgroup see, and no more; of its parent more.
+    In a call without a window as many as of its parent."""
+    N, W = 576, 150
+    options = {"mask": flash.masks.window(W - 1, 0), "Br": Br, "Bc": Bc}
+    of_warpgroups = sum(-(-min(row + 64, N) // Bc) - max(row - W + 1, 0) // Bc
+                        for row in range(0, -(-N // Br) * Br, 64)) * Bc
+    assert columns_of_S("own_ranges", N, **options) == of_warpgroups
+    assert columns_of_S("short_last", N, **options) > of_warpgroups
+    causal = {"causal": True, "Br": Br, "Bc": Bc}
+    assert columns_of_S("own_ranges", N, **causal) == columns_of_S("short_last", N, **causal)
 
 
 SHARES = """\

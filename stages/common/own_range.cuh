@@ -33,6 +33,7 @@ __device__ __forceinline__ OwnRange own_range(const Mask& mask, const Tiles& til
   const auto needed = mask.needed<some, several>(tiles, end, row + 63);
   return {0, needed.tiles, needed.some_are_enough};
 }
+// (With a window the last one is never halved: ptxas would have too few registers, and serialise: C7511.)
 template <int some, bool several>
 __device__ __forceinline__ OwnRange own_range(const Mask& mask, const TilesInOrder& tiles, int end, int row) {
   const int before = tiles.first_j * BLOCK_C;                  // keys that no row of the block needs
