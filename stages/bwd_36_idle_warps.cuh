@@ -84,7 +84,7 @@ constexpr int dQ_sharing = d <= 128 ? 1 : 16 * warps / Br;   // else: warpgroups
 constexpr int dQ_columns = dQ_sharing == 1 ? width : (panels + dQ_sharing - 1) / dQ_sharing * panel;
 constexpr int dQ_strips = by_turns ? Br / 64 : 1;  // of 64 rows, that a warpgroup makes
 constexpr int dQ_warps = by_turns ? warps : Br / 16 * dQ_sharing;        // the first ones make dQ,
-constexpr int room = Bc * turns / (8 * warps);     // of a warp in there, in panels of 16 rows
+constexpr int room = (by_turns ? Br : Bc) * turns / (8 * warps);     // of a warp, in panels of 16 rows
 constexpr int behind_dK = 2 * panels <= room ? 16 * pitch : 0;  // dV's room; if there is little, dK's
 
 // As many blocks as items, or as multiprocessors. Line numbers are those of Algorithm 2.

@@ -81,7 +81,7 @@ constexpr int dQ_strips = by_turns ? Br / 64 : 1;  // of 64 rows, that a warpgro
 constexpr int dQ_warps = by_turns ? warps : Br / 16 * dQ_sharing;        // the first ones make dQ
 // Is there room for a tile of dQ?
 using SumsOfQ = std::conditional_t<d <= 192, StagedSums<turns>, SumsInTurn>;
-constexpr int room = Bc * turns / (8 * warps);     // of a warp in there, in panels of 16 rows
+constexpr int room = (by_turns ? Br : Bc) * turns / (8 * warps);     // of a warp, in panels of 16 rows
 constexpr int behind_dK = 2 * panels <= room ? 16 * pitch : 0;  // dV's room; if there is little, dK's
 
 // As many blocks as items, or as multiprocessors. Line numbers are those of Algorithm 2.
