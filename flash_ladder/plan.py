@@ -57,8 +57,8 @@ class Keys(NamedTuple):
     def sizes(self, q: torch.Tensor, visible: Visible) -> dict[str, int] | None:
         """Those of Stage.is_for(), if they are known."""
         B, H, N_q, d = q.shape
-        sizes = {"B": B, "H": H, "H_kv": self.k.shape[1], "N_q": N_q, "N_k": self.rows, "d": d,
-                 "gradients": int(not self.alone), "masked": int(visible is not None)}
+        sizes = dict(B=B, H=H, H_kv=self.k.shape[1], N_q=N_q, N_k=self.rows, d=d, window=window_of(visible),
+                     gradients=int(not self.alone), masked=int(visible is not None))
         return sizes if all(isinstance(size, int) for size in sizes.values()) else None
 
 

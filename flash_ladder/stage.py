@@ -55,10 +55,10 @@ class Stage:
 
     The conditions of `tile_rules` are expressions in d, causal, rows and keys, which are B * H * N_q and N_k
     rounded down to powers of 2, window, the keys that a row sees at most by the mask's own numbers, and
-    packed, which is N_q * H / H_kv rounded up to one. `calls` is one in B, H, H_kv, N_q, N_k, d, gradients,
-    masked. `limits` and `shared`, in bytes a block, are in d, Br and Bc; `splits` also in B, H, H_kv, N_q,
-    N_k, Tr, Tc, Td = ceil(d / Bc) and blocks, those that a device has shared memory for at once, and
-    multiprocessors; `hbm`, in bytes, in splits and multiprocessors instead.
+    packed, which is N_q * H / H_kv rounded up to one. `calls` is one in what is_for() takes. `limits` and
+    `shared`, in bytes a block, are in d, Br and Bc; `splits` also in B, H, H_kv, N_q, N_k, Tr, Tc,
+    Td = ceil(d / Bc) and blocks, those that a device has shared memory for at once, and multiprocessors;
+    `hbm`, in bytes, in splits and multiprocessors instead.
     """
 
     number: int
@@ -122,8 +122,8 @@ class Stage:
 
     def is_for(self, sizes: dict[str, int] | None) -> bool:
         """Whether a call without a name takes it, as far as sizes tell: B, H, H_kv, N_q, N_k, d; gradients: 1
-        in the forward pass of a call that needs them, or 0; and masked: 1 if it has a mask, such as causal,
-        or 0. None: nobody knows them."""
+        in the forward pass of a call that needs them, or 0; masked: 1 if it has a mask, such as causal, or 0;
+        and window, as of default_tiles(). None: nobody knows them."""
         return not self.calls or sizes is not None and bool(self._value("default", self.calls, **sizes))
 
     def lacks(self, needs: Iterable[str]) -> str:
@@ -341,6 +341,6 @@ def read_header(path: Path, direction: str, is_rung: bool, modified: int) -> Sta
     stage._tile_problem(64, 0, tiles)
     stage.hbm_bytes(1, 1, 64, 64, 64, **tiles)
     sizes = {"B": 1, "H": 1, "H_kv": 1, "N_q": 1, "N_k": 64, "d": 64}
-    stage.is_for(sizes | {"gradients": 0, "masked": 0})
+    stage.is_for(sizes | {"gradients": 0, "masked": 0, "window": MANY})
     stage.number_of_splits(sizes, tiles, (1, 0))
     return stage

@@ -34,6 +34,7 @@ from decode import load_fa3  # noqa: E402
 import flash  # noqa: E402
 from flash_ladder import ahead  # noqa: E402
 from flash_ladder.bench import competitors, decode  # noqa: E402
+from flash_ladder.stage import MANY  # noqa: E402
 
 ROWS = 16384                                      # B N, of the large shapes
 GQA_N = (2048, 16384)
@@ -109,7 +110,7 @@ def of_stages(direction: str, asked: list[str]) -> dict[str, tuple[flash.Stage, 
 def taken(shape: Shape, device: torch.device) -> str:
     """The stage that a call takes."""
     sizes = {"B": shape.B, "H": shape.H, "H_kv": shape.H_kv, "N_q": shape.N, "N_k": shape.N, "d": shape.d,
-             "gradients": 0, "masked": int(shape.causal or shape.window > 0)}
+             "gradients": 0, "masked": int(shape.causal or shape.window > 0), "window": shape.window or MANY}
     return flash.find_stage(None, flash.DTYPES[shape.dtype], device, shape.direction, d=shape.d,
                             sizes=sizes).name
 

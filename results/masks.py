@@ -34,7 +34,7 @@ LONG = ("--seqlens", "16384", "--batch", "1", "--heads", "16")
 MODEL = ("--seqlens", "4096", "--batch", "4", "--heads", "16")
 CASES: dict[str, tuple[str, ...]] = {         # options of bench.py
     "vla": ("--preset", "vla"),
-    "window64": ("--mask", "window:1024", *LONG, "--head-dim", "64"),
+    "window64": ("--mask", "window:1024", *LONG, "--heads", "32", "--head-dim", "64"),
     "window128": ("--mask", "window:1024", *LONG, "--head-dim", "128"),
     "documents": ("--mask", "document:16", *LONG, "--head-dim", "128"),
     "padding": ("--mask", "causal&padding", *MODEL, "--head-dim", "128"),

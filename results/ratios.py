@@ -129,7 +129,8 @@ def kept(file: Path, dtypes: list[str], origin: dict) -> dict:
 
 def write(data: dict, file: Path) -> None:
     """With a line for each row. Never half of it: the old file, or the new one."""
-    head = json.dumps(data | {"rows": []}, indent=1).removesuffix("[]\n}")
+    rest = {key: value for key, value in data.items() if key != "rows"}
+    head = json.dumps(rest | {"rows": []}, indent=1).removesuffix("[]\n}")
     rows = ",\n".join(f"  {json.dumps(row, allow_nan=False)}" for row in data["rows"])
     beside = file.with_suffix(".tmp")
     beside.write_text(f"{head}[\n{rows}\n ]\n}}\n")

@@ -3,7 +3,7 @@
 // types:   fp16, bf16
 // needs:   sm_90a
 // after:   multicast
-// default: sm_90a if d > 128 and B * H * N_q >= 65536 and (H == H_kv or N_k > 8192)
+// default: sm_90a if d > 128 and B * H * N_q >= 65536 and (H == H_kv or N_k > 8192) and window >= N_k
 // takes:   dropout, sink, d_v
 // tiles:   Br=256 Bc=128; d > 64 and rows < 8192: Br=128 Bc=128; d > 128: Br=256 Bc=80;
 //          d > 128 and rows < 16384: Br=128 Bc=80

@@ -3,7 +3,7 @@
 // types:   fp16, bf16
 // needs:   sm_90a
 // after:   hopper_tuned
-// default: sm_90a if masked and (N_q > 16 or gradients)
+// default: sm_90a if masked and window >= N_k and (N_q > 16 or gradients)
 //          and (d <= 128 or B * H * N_q < 65536 or H != H_kv and N_k <= 8192)
 // takes:   dropout, sink, d_v
 // tiles:   Br=192 Bc=128; d > 64 or rows < 65536: Br=128 Bc=128; rows < 8192: Br=64 Bc=128;

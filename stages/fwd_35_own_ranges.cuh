@@ -3,9 +3,10 @@
 // types:   fp16, bf16
 // needs:   sm_90a
 // after:   short_last
+// default: sm_90a if window < N_k and (N_q > 16 or gradients)
 // takes:   dropout, sink, d_v
 // tiles:   Br=192 Bc=128; d > 64 or rows < 65536: Br=128 Bc=128; rows < 8192: Br=64 Bc=128;
-//          d > 64 and rows >= 65536 and keys >= 8192: Br=192 Bc=80;
+//          d > 64 and rows >= 65536 and keys >= 8192 and window >= 8192: Br=192 Bc=80;
 //          d > 128: Br=128 Bc=80; d > 128 and rows < 16384: Br=64 Bc=80
 // limits:  Br % 64 == 0; Br <= 192; Bc % 16 == 0; Bc <= 128
 // shared:  2 * ((3 if d <= 128 and Br * ((d + 63) // 64) <= 256 else 1) * Br + 4 * Bc)
@@ -30,8 +31,25 @@
 //
 // With masks of one side, and lists of tiles, it is short_last.
 //
+// Time of a window over that of hopper_tuned and of short_last (H200, bf16, N=16384, 192 x 128 at d=64, else
+// 128 x 128; d=256: 128 x 80; B H in parentheses):
+//
+//   W =               128      1024            2048
+//    64 (16)          0.87     0.98   0.96     0.98
+//    64 (32)          0.90     0.98            0.97
+//   128 (16)          0.97     1.00   0.97     0.99
+//   128 (32)          1.01     0.99            0.99
+//   256  (8)                   0.99   1.00
+//
+// With 192 x 80 d=128 took 261 us for 237, with 192 x 64 266; d=64 with 192 x 80 187 for 171: few large steps
+// are better than many that fit. Tried, with no gain: P V left until the next tile by a warpgroup whose last
+// tile is the block's (d=64 1.05, spills; d=128 1.00), four buffers of K and V at d=64 (0.99 to 1.00), the
+// next tile's first K and V fetched ahead into L2 (1.00 to 1.07), queries in ascending order (0.99 to 1.00).
+// Without masking scores it would be 0.93 at d=64 and 1.00 at d=128; with few keys for all, which L2 holds,
+// 1.00 and 0.95. A window takes 1.07 and 1.14 times its share of a full mask's time, counted by tiles
+// (docs/masks.md): at d=128 most of that, we think, is that tiles of Q begin and end more often.
+//
 // HBM traffic without caches (hbm, above): as in hopper_tuned.
-// Stays because it is not timed yet. Until it is, no call takes it unasked.
 //
 // Changed from short_last: this.
 #pragma once

@@ -518,6 +518,15 @@ def test_tile_sizes(kernel, device):
         check_gradients(run(kernel, q, k, v, do, 15, **tiles), q, k, v, do, 15)
 
 
+@pytest.mark.parametrize("name", [*WRITERS, "packed_semaphores"])
+def test_a_tile_of_queries_is_half_of_one_of_keys(name, device):
+    """Then the room for sums of dQ is half as large, and dK and dV, which leave through it, keep to that."""
+    asked = BY_NAME[name].can_be_deterministic
+    q, k, v = random_qkv(1, 2, 2, 270, 270, 64, device, torch.bfloat16)
+    do, _ = random_gradients(q)
+    check_gradients(run((name, asked), q, k, v, do, 0, Br=64, Bc=128), q, k, v, do, 0)
+
+
 @pytest.mark.parametrize("kernel", ENDS[1:], ids=name_of)
 def test_as_naive(kernel, device):
     """From the O and L that a forward stage leaves, as in training: what the plainest stage makes of them."""

@@ -25,6 +25,7 @@ import dropout as dropout_results  # noqa: E402
 import hopper  # noqa: E402
 import masks as mask_results  # noqa: E402
 import ratios  # noqa: E402
+import varlen as varlen_results  # noqa: E402
 
 COLUMNS = ["stage", "time (ms)", "TFLOP/s", "% of ceiling", "x naive", "scratch memory", "max error"]
 TINY = ["--batch", "1", "--heads", "1", "--head-dim", "16"]
@@ -939,7 +940,25 @@ def test_results_of_masks(tmp_path, monkeypatch):
         mask_results.read(file, ["window64"], origin | {"device": "another"})
 
 
+def test_packed_sequences_are_measured_case_by_case(tmp_path):
+    """The rows of other cases are kept, if they are of the same device, software and lengths."""
+    row = {"d": 64, "causal": True, "pass": "fwd", "name": "one", "message": None, "tflops": 1.0}
+    fresh = {"date": "today", "device": "a", "software": {}, "lengths": [3], "same_bits": {}, "rows": []}
+    file = tmp_path / "varlen.json"
+    assert varlen_results.read(file, ["64:full"], fresh) == fresh
+    data = fresh | {"date": "before", "rows": [row, row | {"causal": False}],
+                    "same_bits": {"d=64 causal": {}, "d=64 full": {}}, "left_out": ["d=128 full"]}
+    ratios.write(data, file)
+    assert json.loads(file.read_text()) == data
+    left = varlen_results.read(file, ["64:full", "128:causal"], fresh)
+    assert left == fresh | {"date": "before", "rows": [row], "same_bits": {"d=64 causal": {}}}
+    assert varlen_results.read(file, [*varlen_results.CASES], fresh) == fresh
+    with pytest.raises(SystemExit, match="rows of another device"):
+        varlen_results.read(file, ["64:full"], fresh | {"lengths": [4]})
+
+
 @pytest.mark.parametrize("case, options, direction, deterministic, expected", [
+    ("window128", ("--pass", "fwd"), "fwd", False, "own_ranges"),
     ("vla", ("--pass", "fwd"), "fwd", False, "short_last"),
     ("vla", ("--pass", "bwd"), "bwd", True, "exchanged_semaphores"),
     ("window128", ("--pass", "bwd"), "bwd", False, "augmented"),
@@ -955,7 +974,8 @@ def test_masks_are_measured_with_what_a_call_takes(monkeypatch, case, options, d
     args.device = torch.device("cuda")
     assert mask_results.best_stage(args, direction, deterministic).name == expected
     args.direction = "bwd"
-    assert competitors.forward_stage(mask_results.best_stage(args, "bwd"), args).name == "short_last"
+    before = competitors.forward_stage(mask_results.best_stage(args, "bwd"), args).name
+    assert before == ("own_ranges" if case == "window128" else "short_last")
     args.seqlens = [512, 64]
     assert competitors.sizes_of(args) is None
 

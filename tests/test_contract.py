@@ -14,6 +14,7 @@ from flash_ladder import ahead, checks, launch, plan, registry
 from flash_ladder import stage as stage_module
 from flash_ladder.arithmetic import evaluate
 from flash_ladder.grid import MULTICAST
+from flash_ladder.stage import MANY
 
 BY_NAME = {s.name: s for s in flash.stages("fwd")}
 STAGES = list(BY_NAME)
@@ -333,7 +334,8 @@ def gpu(monkeypatch, capability, shared_memory=227 * 1024) -> torch.device:
     return torch.device("cuda")
 
 
-DECODING = {"B": 1, "H": 8, "H_kv": 2, "N_q": 1, "N_k": 600, "d": 64, "gradients": 0, "masked": 0}
+DECODING = {"B": 1, "H": 8, "H_kv": 2, "N_q": 1, "N_k": 600, "d": 64, "gradients": 0, "masked": 0,
+            "window": MANY}
 PROMPT = DECODING | {"N_q": 600}
 NAMES = "the end of its branch, which is taken "
 ELSEWHERE = "from sm_80 on; hopper_tuned is taken on sm_90a, and {} is sm_"
@@ -379,7 +381,7 @@ def test_the_default_of_the_forward_pass(monkeypatch, B, H_kv, N, d, masked, exp
     """On Hopper: in large calls with d > 128 two blocks share K and V; with less, and no mask, blocks share
     the last round; with a mask short tiles come last."""
     sizes = {"B": B, "H": 8, "H_kv": H_kv, "N_q": N, "N_k": N, "d": d, "gradients": gradients,
-             "masked": masked}
+             "masked": masked, "window": MANY}
     device = gpu(monkeypatch, (9, 0))
     assert flash.find_stage(None, torch.bfloat16, device, d=d, sizes=sizes).name == expected
     nearest = flash.find_stage(None, torch.bfloat16, device, d=d, sizes=sizes, needs=("varlen",))
@@ -391,7 +393,31 @@ def test_the_default_of_the_forward_pass(monkeypatch, B, H_kv, N, d, masked, exp
 def test_few_queries_with_a_mask(monkeypatch, d, N_q, gradients, expected):
     """On Hopper they take what splits the keys, as they do without a mask."""
     sizes = {"B": 8, "H": 8, "H_kv": 8, "N_q": N_q, "N_k": 4096, "d": d, "gradients": gradients, "masked": 1}
-    assert flash.find_stage(None, torch.bfloat16, gpu(monkeypatch, (9, 0)), d=d, sizes=sizes).name == expected
+    device = gpu(monkeypatch, (9, 0))
+
+    def taken(window):
+        return flash.find_stage(None, torch.bfloat16, device, d=d, sizes=sizes | {"window": window}).name
+
+    assert taken(MANY) == taken(4096) == expected
+    assert taken(4095) == expected.replace("short_last", "own_ranges")
+
+
+@pytest.mark.parametrize("mask, has_window", [
+    (flash.masks.window(99, 0), True), (flash.masks.window(99, 0) & flash.masks.causal(), True),
+    (flash.masks.window(99, 0) | flash.masks.prefix(4), False), (flash.masks.window(8191, 0), False)])
+@pytest.mark.parametrize("d, any_mask, expected", [
+    (64, "short_last", {"Br": 192, "Bc": 128}), (128, "short_last", {"Br": 128, "Bc": 128}),
+    (256, "multicast_tuned", {"Br": 128, "Bc": 80})])
+def test_the_default_with_a_window(monkeypatch, d, any_mask, expected, mask, has_window):
+    """The stage whose warpgroups have ranges of their own, with the tiles that were the fastest. If all that
+    is seen is no window, or the window hides nothing: as with any mask."""
+    device = gpu(monkeypatch, (9, 0))
+    q, k = (torch.empty(1, 8, 8192, d, dtype=torch.bfloat16, device="meta") for _ in "qk")
+    visible = mask.bind(q, k)
+    stage = flash.find_stage(None, torch.bfloat16, device, d=d, sizes=plan.Keys(k).sizes(q, visible))
+    assert stage.name == ("own_ranges" if has_window else any_mask)
+    tiles = stage.tiles(d, 227 * 1024, 8 * 8192, window=plan.window_of(visible), keys=8192)
+    assert tiles == expected or not has_window
 
 
 @pytest.mark.parametrize("d, causal, forward, backward", [

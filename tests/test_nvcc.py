@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import flash
-from flash_ladder import loader
+from flash_ladder import grid, loader
 from flash_ladder.grid import LARGE, MULTICAST, SHORT_LAST, SIDE_BRANCH, STREAM_K, UP_TO_64, WRITERS
 
 try:
@@ -107,6 +107,9 @@ def test_compiles_without_spills(stage, deterministic, architecture, tmp_path):
         cases = [(64, False), (128, False), (256, False)]
     if stage.name in SHORT_LAST:                      # those with one
         cases = [(64, True), (128, True), (256, True)]
+    if stage.name in grid.OWN_RANGES:                      # those with a window
+        cases = [(64, False), (128, False), (256, False)]
+    mask = {"MASK_FILE": flash.STAGES / "masks" / "window.cuh"} if stage.name in grid.OWN_RANGES else None
     of_others = stage.path.stem == "bwd_29_hopper_tuned"     # calls with d <= 128 take another stage
     if of_others:
         cases = [(128, False), (256, True)]
@@ -122,7 +125,7 @@ def test_compiles_without_spills(stage, deterministic, architecture, tmp_path):
     cases = [(d, causal, able[0] if d == 256 else able[-1]) for d, causal in cases]
     more = []
     if is_end and architecture == "sm_90a" and not deterministic and stage.name not in (
-            *SIDE_BRANCH, *SHORT_LAST, "hopper_tuned"):
+            *SIDE_BRANCH, *SHORT_LAST, *grid.OWN_RANGES, "hopper_tuned"):
         more = [(64, False, able[0])] + [(128, True, able[0])]
     if stage.name in STREAM_K:
         more = [(64, False, able[0])]
@@ -139,7 +142,8 @@ def test_compiles_without_spills(stage, deterministic, architecture, tmp_path):
             assert d > 64
             continue
         for tiles in [tiles for n, tiles in enumerate(chosen) if tiles not in chosen[:n]]:
-            report = compile_stage(stage, architecture, d, causal, tmp_path, dtype, deterministic, **tiles)
+            report = compile_stage(stage, architecture, d, causal, tmp_path, dtype, deterministic, more=mask,
+                                   **tiles)
             assert SERIALISED not in report, report
             frames = re.findall(
                 r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", report
@@ -216,7 +220,6 @@ def test_packed_sequences_spill_little(stage, tmp_path):
 @pytest.mark.parametrize("direction, name, d, asked, causal, most", [
     ("fwd", "hopper_tuned", 64, "DROPOUT", False, 0), ("fwd", "hopper_tuned", 128, "DROPOUT", False, 40),
     ("fwd", "short_last", 128, "window", False, 28),
-    ("fwd", "own_ranges", 64, "window", False, 0), ("fwd", "own_ranges", 128, "window", False, 0),
     *(("fwd", "short_last", d, asked, True, 0) for d in (64, 128)
       for asked in ("DROPOUT", "SINK", "NEGATIVE_SCALE")),
     ("bwd", "augmented", 64, "DROPOUT", True, 248), ("bwd", "augmented", 64, "DROPOUT", False, 272),

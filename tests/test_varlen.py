@@ -189,7 +189,8 @@ def test_the_same_gradients_in_each_run(d, dtype, causal, device, schedule):
     options = {"causal": causal, "stage": "packed", "backward": "packed_semaphores", "deterministic": True}
     with poisoned():
         o, _, *found = x.call(**options)
-    assert all(torch.equal(mine, again) for mine, again in zip(found, x.call(**options)[2:]))
+    for _ in range(50 if device == "cuda" else 1):
+        assert all(torch.equal(mine, again) for mine, again in zip(found, x.call(**options)[2:]))
     for rows, keys in x.each():
         mine = [unpacked(g[at]) for g, at in zip(found, (rows, keys, keys))]
         if rows.start == rows.stop or keys.start == keys.stop:

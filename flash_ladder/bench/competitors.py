@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 import flash
 
-from . import peers
+from . import masked, peers
 from .cases import random_inputs
 from .masked import pattern
 
@@ -80,7 +80,8 @@ def sizes_of(args: argparse.Namespace) -> dict[str, int] | None:
         return None
     N, = args.seqlens
     return {"B": args.batch, "H": args.H, "H_kv": args.H_kv, "N_q": N, "N_k": N, "d": args.head_dim,
-            "gradients": int(args.direction != "fwd"), "masked": int(bool(args.mask or args.causal))}
+            "gradients": int(args.direction != "fwd"), "masked": int(bool(args.mask or args.causal)),
+            "window": masked.window(args)}
 
 
 def forward_stage(backward: flash.Stage, args: argparse.Namespace) -> flash.Stage:

@@ -21,6 +21,7 @@ import flash
 
 from ..bound import file_of
 from ..masks import Mask
+from ..stage import MANY
 
 # By name: how its numbers are written, the fewest and the most of them
 SYNTAX = {"causal": ("", 0, 0), "window": (":LEFT[:RIGHT]", 1, 2), "prefix": (":LENGTH", 1, 1),
@@ -174,6 +175,12 @@ def pattern(N: int, args: argparse.Namespace) -> Pattern:
     generator = torch.Generator(args.device).manual_seed(N)
     parts = tuple(_part(name, numbers, N, args, generator) for name, numbers in asked)
     return Pattern(parts, args.batch, args.H, N, args.device)
+
+
+def window(args: argparse.Namespace) -> int:
+    """How many keys a row sees at most by the windows of --mask."""
+    asked = read(args.mask) if args.mask else []
+    return min([MANY, *(int(sum(numbers)) + 1 for name, numbers in asked if name == "window")])
 
 
 def file(args: argparse.Namespace) -> Path | None:
