@@ -1,6 +1,7 @@
 """Every backward stage, over the grid of grid.py, against float64. New stages join by being in
 stages/."""
 
+import contextlib
 import itertools
 import math
 import random
@@ -522,9 +523,12 @@ def test_tile_sizes(kernel, device):
 def test_a_tile_of_queries_is_half_of_one_of_keys(name, device):
     """Then the room for sums of dQ is half as large, and dK and dV, which leave through it, keep to that."""
     asked = BY_NAME[name].can_be_deterministic
-    q, k, v = random_qkv(1, 2, 2, 270, 270, 64, device, torch.bfloat16)
+    q, k, v = random_qkv(1, 1, 1, 140, 270, 64, device, torch.bfloat16)
     do, _ = random_gradients(q)
-    check_gradients(run((name, asked), q, k, v, do, 0, Br=64, Bc=128), q, k, v, do, 0)
+    with flash.inspect() if device == "cpu" else contextlib.nullcontext() as report:
+        found = run((name, asked), q, k, v, do, 0, Br=64, Bc=128)
+    check_gradients(found, q, k, v, do, 0)
+    assert not (report and report.findings), report
 
 
 @pytest.mark.parametrize("kernel", ENDS[1:], ids=name_of)
