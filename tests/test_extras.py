@@ -340,6 +340,31 @@ def test_with_a_mask_that_has_a_slope(backward, device, monkeypatch):
 
 
 @pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("d, d_v, p, with_sink", [(64, 40, 0.2, True), (128, 128, 0.2, False),
+                                                  (256, 256, 0.0, True)])
+def test_with_a_window(d, d_v, p, with_sink, device, monkeypatch):
+    """As a call with one takes it on Hopper, with that stage's largest tiles."""
+    seed = held(monkeypatch)
+    g, N = torch.Generator().manual_seed(0), 330
+    q, k, v = (torch.randn(1, 2, N, n, generator=g).bfloat16().to(device) for n in (d, d, d_v))
+    sink = torch.randn(2, generator=g).to(device) if with_sink else None
+    keep = expected_keep(seed, 1, 2, N, N, p).to(device) if p else torch.ones(1, 1, N, N, device=device)
+    seen = torch.ones(N, N, dtype=torch.bool, device=device).tril(7).triu(-100)
+
+    def at(precision):
+        S = (q.to(precision) @ k.to(precision).mT / math.sqrt(d)).masked_fill(~seen, -torch.inf)
+        L = S.logsumexp(-1)
+        L = torch.logaddexp(L, sink.to(precision)[:, None]) if with_sink else L
+        return (torch.exp(S - L[..., None]) * keep.to(precision)) @ v.to(precision), L
+
+    stage = next(stage for stage in FWD if stage.name == "own_ranges")
+    found = flash.attention(q, k, v, mask=flash.masks.window(100, 7), dropout_p=p, sink=sink, stage=stage,
+                            return_lse=True, **stage.default_tiles(d, window=108))
+    for mine, right, plain in zip(found, at(torch.float64), at(torch.bfloat16), strict=True):
+        near(mine, right, plain, 2)
+
+
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("backward", [
     "ampere_tuned", "hopper_tuned", "exchanged_tuned", "exchanged_semaphores"])
 def test_the_gradient_of_a_bias(backward, device, monkeypatch):
