@@ -17,7 +17,7 @@ from .launch import definitions
 from .loader import build
 from .registry import find_stage
 from .sources import ROOT
-from .stage import MANY, Stage
+from .stage import Stage
 
 # B * H * N_q and N_k: all that a rule for tiles can tell apart
 SIZES = [1 << power for power in range(0, 48)]
@@ -25,8 +25,7 @@ SIZES = [1 << power for power in range(0, 48)]
 
 def a_call(d: int, masked: bool, N: int = SIZES[-1]) -> dict[str, int]:
     """Of a call in training, a large one by default, all that a stage's `default` may ask."""
-    return {"B": 1, "H": 1, "H_kv": 1, "N_q": N, "N_k": N, "d": d, "gradients": 1, "masked": int(masked),
-            "window": MANY}
+    return {"B": 1, "H": 1, "H_kv": 1, "N_q": N, "N_k": N, "d": d, "gradients": 1, "masked": int(masked)}
 
 
 Job = tuple  # the arguments of build()

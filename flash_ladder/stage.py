@@ -123,8 +123,9 @@ class Stage:
     def is_for(self, sizes: dict[str, int] | None) -> bool:
         """Whether a call without a name takes it, as far as sizes tell: B, H, H_kv, N_q, N_k, d; gradients: 1
         in the forward pass of a call that needs them, or 0; masked: 1 if it has a mask, such as causal, or 0;
-        and window, as of default_tiles(). None: nobody knows them."""
-        return not self.calls or sizes is not None and bool(self._value("default", self.calls, **sizes))
+        and window, as of default_tiles(), if it has one. None: nobody knows them."""
+        return not self.calls or sizes is not None and bool(
+            self._value("default", self.calls, **{"window": MANY} | sizes))
 
     def lacks(self, needs: Iterable[str]) -> str:
         """The first of what a call needs that it does not know, of TAKES and REFUSES; empty: nothing."""
@@ -341,6 +342,6 @@ def read_header(path: Path, direction: str, is_rung: bool, modified: int) -> Sta
     stage._tile_problem(64, 0, tiles)
     stage.hbm_bytes(1, 1, 64, 64, 64, **tiles)
     sizes = {"B": 1, "H": 1, "H_kv": 1, "N_q": 1, "N_k": 64, "d": 64}
-    stage.is_for(sizes | {"gradients": 0, "masked": 0, "window": MANY})
+    stage.is_for(sizes | {"gradients": 0, "masked": 0})
     stage.number_of_splits(sizes, tiles, (1, 0))
     return stage

@@ -35,7 +35,6 @@ from simulated import (  # noqa: E402, F401 - by their names in PARTS
 
 import flash  # noqa: E402
 from flash_ladder.bench import competitors, report, staircase  # noqa: E402
-from flash_ladder.stage import MANY  # noqa: E402
 from tutorials.exercises import EXERCISES  # noqa: E402
 
 RESULTS = ROOT / "results"
@@ -103,7 +102,7 @@ def speed() -> str:
                 (row["dtype"], row["pass"], row["d"], row["causal"]) == (dtype, direction, d, causal)}
         ladder = [row for row in rows.values() if row["kind"] == "stage"]
         sizes = {"B": 4, "H": 2048 // d, "H_kv": 2048 // d, "N_q": 4096, "N_k": 4096, "d": d, "gradients": 0,
-                 "masked": int(causal), "window": MANY}       # in 16 bits; in fp32 nothing depends on them
+                 "masked": int(causal)}       # in 16 bits; in fp32 nothing depends on them
         stages = {s.name: s for s in flash.stages(direction) if flash.DTYPES[dtype] in s.dtypes}
         taken = max((s for s in stages.values() if s.default and s.is_for(sizes)),
                     key=lambda s: (bool(s.calls), s.default))                   # as best_stage()

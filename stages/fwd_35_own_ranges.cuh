@@ -31,15 +31,15 @@
 //
 // With masks of one side, and lists of tiles, it is short_last.
 //
-// Time of a window over that of hopper_tuned and of short_last (H200, bf16, N=16384, 192 x 128 at d=64, else
-// 128 x 128; d=256: 128 x 80; B H in parentheses):
+// Time of a window over hopper_tuned's, at W = 1024 also over short_last's (H200, bf16, N=16384; tiles of
+// 192 x 128 at d=64, 128 x 128 at d=128, 128 x 80 at d=256; B H in parentheses):
 //
-//   W =               128      1024            2048
-//    64 (16)          0.87     0.98   0.96     0.98
-//    64 (32)          0.90     0.98            0.97
-//   128 (16)          0.97     1.00   0.97     0.99
-//   128 (32)          1.01     0.99            0.99
-//   256  (8)                   0.99   1.00
+//   d      W =   128      1024   (short_last)   2048
+//    64 (16)     0.87     0.98      0.96        0.98
+//    64 (32)     0.90     0.98                  0.97
+//   128 (16)     0.97     1.00      0.97        0.99
+//   128 (32)     1.01     0.99                  0.99
+//   256  (8)              0.99      1.00               (multicast_tuned's, with its own tiles: 0.94)
 //
 // With 192 x 80 d=128 took 261 us for 237, with 192 x 64 266; d=64 with 192 x 80 187 for 171: few large steps
 // are better than many that fit. Tried, with no gain: P V left until the next tile by a warpgroup whose last

@@ -14,7 +14,6 @@ from flash_ladder import ahead, checks, launch, plan, registry
 from flash_ladder import stage as stage_module
 from flash_ladder.arithmetic import evaluate
 from flash_ladder.grid import MULTICAST
-from flash_ladder.stage import MANY
 
 BY_NAME = {s.name: s for s in flash.stages("fwd")}
 STAGES = list(BY_NAME)
@@ -334,8 +333,7 @@ def gpu(monkeypatch, capability, shared_memory=227 * 1024) -> torch.device:
     return torch.device("cuda")
 
 
-DECODING = {"B": 1, "H": 8, "H_kv": 2, "N_q": 1, "N_k": 600, "d": 64, "gradients": 0, "masked": 0,
-            "window": MANY}
+DECODING = {"B": 1, "H": 8, "H_kv": 2, "N_q": 1, "N_k": 600, "d": 64, "gradients": 0, "masked": 0}
 PROMPT = DECODING | {"N_q": 600}
 NAMES = "the end of its branch, which is taken "
 ELSEWHERE = "from sm_80 on; hopper_tuned is taken on sm_90a, and {} is sm_"
@@ -381,7 +379,7 @@ def test_the_default_of_the_forward_pass(monkeypatch, B, H_kv, N, d, masked, exp
     """On Hopper: in large calls with d > 128 two blocks share K and V; with less, and no mask, blocks share
     the last round; with a mask short tiles come last."""
     sizes = {"B": B, "H": 8, "H_kv": H_kv, "N_q": N, "N_k": N, "d": d, "gradients": gradients,
-             "masked": masked, "window": MANY}
+             "masked": masked}
     device = gpu(monkeypatch, (9, 0))
     assert flash.find_stage(None, torch.bfloat16, device, d=d, sizes=sizes).name == expected
     nearest = flash.find_stage(None, torch.bfloat16, device, d=d, sizes=sizes, needs=("varlen",))
@@ -395,11 +393,11 @@ def test_few_queries_with_a_mask(monkeypatch, d, N_q, gradients, expected):
     sizes = {"B": 8, "H": 8, "H_kv": 8, "N_q": N_q, "N_k": 4096, "d": d, "gradients": gradients, "masked": 1}
     device = gpu(monkeypatch, (9, 0))
 
-    def taken(window):
-        return flash.find_stage(None, torch.bfloat16, device, d=d, sizes=sizes | {"window": window}).name
+    def taken(**window):
+        return flash.find_stage(None, torch.bfloat16, device, d=d, sizes=sizes | window).name
 
-    assert taken(MANY) == taken(4096) == expected
-    assert taken(4095) == expected.replace("short_last", "own_ranges")
+    assert taken() == taken(window=4096) == expected
+    assert taken(window=4095) == expected.replace("short_last", "own_ranges")
 
 
 @pytest.mark.parametrize("mask, has_window", [

@@ -11,7 +11,6 @@ import flash
 from flash_ladder import attention, launch, plan, registry
 from flash_ladder.bench import decode, modes
 from flash_ladder.grid import errors, wrong
-from flash_ladder.stage import MANY
 
 M = flash.masks
 LENGTHS = [0, 192, 77, 3]          # of the batch elements' N_max = 192 keys
@@ -252,8 +251,7 @@ def test_what_calls_take():
         assert chosen(**options)[0] == "ampere_tuned", options
     assert chosen(dtype=torch.float32)[0] == "fp32_tuned"
     cpu = torch.device("cpu")
-    sizes = {"B": 1, "H": 8, "H_kv": 2, "N_q": 1, "N_k": 600, "d": 64, "gradients": 0, "masked": 0,
-             "window": MANY}
+    sizes = {"B": 1, "H": 8, "H_kv": 2, "N_q": 1, "N_k": 600, "d": 64, "gradients": 0, "masked": 0}
     stage = flash.find_stage("split_kv", torch.bfloat16, cpu)
     assert registry.why_this(stage, None, torch.bfloat16, cpu, None, 64, sizes) == (
         "the end of its branch, which is taken from sm_80 on by calls of "
