@@ -20,12 +20,11 @@
 // measured: 0.83x at d=64 causal, 0.88x full, 0.77x at d=128 causal, 0.81x full, 0.86x at d=256 causal, 0.98x
 //          full (H200, bf16, N=4096; make readme)
 //
-// Decoding: one query, or a few, and many keys. There is little to compute, and a call takes as long as it
-// takes to read K and V. ampere_tuned has two faults there:
+// Decoding: a call takes as long as it takes to read K and V. ampere_tuned has two faults there:
 //
 //   - Each query head has a block of its own, so K and V are read once for each of the G = H / H_kv heads
 //     that share them. Here these heads are packed into one tile: of a key head, row r is query r / G of head
-//     r % G. With one query most rows of a tile are empty all the same. Warps that have none only copy.
+//     r % G. Warps whose rows are empty only copy.
 //   - B * H_kv blocks, each of which walks over all keys, are too few for a GPU. So keys are split: the tiles
 //     that a tile of Q sees are cut into `splits` ranges, a block each. O and L of a range go to HBM in
 //     float, and a second kernel merges them:
@@ -36,14 +35,15 @@
 // of an H200's 132 multiprocessors. A block asks for two tiles of K and V at first, then for the next one
 // before it multiplies: always 32 KB at d = 128. `splits` makes two such blocks for each multiprocessor, and
 // shared_memory_of() leaves no room for a third one that starts early (B=8, d=128, N_k=8192: 69 us, not 72).
+// Three or four tiles, or more keys in each, take 70.5 to 83 us there, for 70.3.
 //
-// A merge launched in the usual way costs 4 to 9 us there, time for 20 to 40 MB. So both kernels may start
-// before the one in front of them has ended (common/launch.cuh), and wait. A thread of the merge loads four
-// ranges at a time, neighbours share what is more, and a block has some rows: that costs 1 to 4 us.
+// A merge launched in the usual way costs 4 to 9 us. So both kernels may start before the one in front of
+// them has ended (common/launch.cuh), work out what they can, and wait. A thread of the merge loads four
+// ranges at a time, O_s with L_s, and neighbours share what is more: 1 to 4 us. (O_s after the greatest L_s,
+// and all worked out after the wait: B=1, d=128, N_k=64k 69.8 us for 68.6, 8k 17.7 for 16.6: H200.)
 //
 // Tiles: where the heads alone make blocks enough, Bc = 32, as five of them then share a multiprocessor
-// (B=64, H=32, H_kv=8, d=128, N_k=1024: 64.5 us on an H200, with Bc = 64 77). More than 32 packed rows take
-// Br = 64, at d <= 64 Br = 128: with Br = 64 four blocks would share the registers, and spill.
+// (B=64, N_k=1024: 64.5 us, with Bc = 64 77). More than 32 packed rows take Br = 64, at d <= 64 Br = 128.
 // Stays because it is for decoding, which `measured` knows nothing of: docs/use.md has it.
 //
 // Changed from ampere_tuned: these, and the order of blocks. A mask is asked about a row's query: one by head
@@ -54,6 +54,7 @@
 #include "common/copy_tile.cuh"
 #include "common/launch.cuh"
 #include "common/mask.cuh"
+#include "common/merge_ranges.cuh"
 #include "common/mma.cuh"
 #include "common/order.cuh"
 #include "common/softmax.cuh"
@@ -67,8 +68,6 @@ constexpr int Br = BLOCK_R, Bc = BLOCK_C;
 constexpr int warp_rows = Br % 128 == 0 && d <= 128 ? 32 : 16;
 constexpr int strips = warp_rows / 16;
 constexpr int warps = Br / warp_rows, threads = 32 * warps;
-// merge_kernel's, of a row: one for four columns, in whole warps; and how many may share these
-constexpr int merge_threads = (d_v + 127) / 128 * 32, most_shares = 512 / merge_threads;
 constexpr int pitch = (d + 63) / 64 * 64; // from a row of a tile in shared memory to the next
 constexpr int buffers = d <= 128 ? 2 : 1; // tiles each of K and V in shared memory
 constexpr int blocks_per_sm = Br > 64 ? 1 : d <= 64 ? 4 : 2;  // at least: so many registers may a thread have
@@ -80,28 +79,24 @@ __device__ __forceinline__ ELEMENT* packed_row(const Tensor& x, int b, int h_kv,
   return x.head(b, h_kv * G + row % G) + row / G * x.stride_n;
 }
 
-// What a range of keys has of a row (of all B * H * N_q): L, and four floats on O
-__device__ __forceinline__ float* part(const FwdParams& p, int split, int64_t row) {
-  return static_cast<float*>(p.workspace) + ((int64_t)split * p.B * p.H * p.N_q + row) * (4 + d_v);
-}
-
-struct alignas(16) Four { float x[4]; };
 // Where the element (row, col) of a tile is
 __device__ __forceinline__ int tile_index(int row, int col) { return swizzled(row, col, pitch); }
 
 // One block per tile of packed rows and range of keys. Line numbers are those of Algorithm 1.
 __global__ void __launch_bounds__(threads, blocks_per_sm) forward_kernel(FwdParams p) {
   start_next_kernel();                      // as early as there is room for its blocks
-  wait_for_previous_kernel();
   const int G = p.H / p.H_kv, rows = p.N_q * G, Tr = ceil_div(rows, Br);     // lines 1, 2
   const Work work = dispatch_order(Tr, p.B * p.H_kv * p.splits, 1);      // line 3
   const int i = work.tile, bh = work.bh / p.splits, split = work.bh % p.splits;
   const int b = bh / p.H_kv, h_kv = bh % p.H_kv;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const int warp_row = i * Br + warp * warp_rows;    // the first of this warp's rows
+  if (KV_CACHE || !Mask::is_range || p.mask.tensors[0].data) wait_for_previous_kernel();    // it is read now
   if (KV_CACHE) p.N_k = p.seqlens_k[b];
   const Mask mask(p, b, h_kv * G);
-  const auto tiles = part_of(mask.key_tiles(i / G), split, p.splits);    // of Br queries: these are some
+  auto tiles = part_of(mask.key_tiles(i / G), split, p.splits);          // of Br queries: these are some
+  tiles.first = pinned(uint32_t(tiles.first)), tiles.end = pinned(uint32_t(tiles.end));
+  wait_for_previous_kernel();
   const auto K = rows_of(p.K, p, b, h_kv);
   const auto V = rows_of(p.V, p, b, h_kv);
 
@@ -247,41 +242,6 @@ __global__ void __launch_bounds__(threads, blocks_per_sm) forward_kernel(FwdPara
   }
 }
 
-// Of a row, over the ranges s: L = log(sum_s e^L_s), O = sum_s e^(L_s - L) O_s. A thread has four columns. If
-// there are many ranges, `shares` neighbours have the same columns, and divide the ranges.
-__global__ void __launch_bounds__(512, 1) merge_kernel(FwdParams p) {
-  wait_for_previous_kernel();
-  start_next_kernel();                      // now: its blocks find all multiprocessors free
-  const int row = blockIdx.x * blockDim.y + threadIdx.y, bh = row / p.N_q, query = row % p.N_q;
-  if (row >= p.B * p.H * p.N_q) return;
-  const int shares = blockDim.x / merge_threads, share = threadIdx.x % shares, col = threadIdx.x / shares * 4;
-  float m = -INFINITY, l = 0.f, O[4] = {};
-  for (int s = threadIdx.x % 32; s < p.splits; s += 32) m = fmaxf(m, *part(p, s, row));
-  m = warp_max(m);
-  // --- the ranges, merged
-  if (m == -INFINITY) m = 0.f;              // no range has a key that counts: -inf - -inf is NaN
-  for (int first = col < d_v ? share : p.splits; first < p.splits; first += 4 * shares) {
-    #pragma unroll                          // four: their loads overlap, also those of the last range
-    for (int n = 0; n < 4; n++) {
-      const int s = first + n * shares;
-      const float* L_s = part(p, min(s, p.splits - 1), row);
-      const Four O_s = *reinterpret_cast<const Four*>(L_s + 4 + col);
-      const float factor = fast_exp2(LOG2_E * (*L_s - m)) * (s < p.splits);
-      l += factor;
-      for (int c = 0; c < 4; c++) O[c] += factor * O_s.x[c];
-    }
-  }
-  l = warp_sum(l, shares);
-  #pragma unroll
-  for (int c = 0; c < 4; c++) {
-    O[c] = warp_sum(O[c], shares);
-    if (share == 0 && col < d_v)
-      p.O.head(bh / p.H, bh % p.H)[query * p.O.stride_n + col + c] = ELEMENT(l == 0.f ? 0.f : O[c] / l);
-  }
-  if (threadIdx.x == 0) p.L[row] = m + logf(l);
-  // ---
-}
-
 size_t workspace_bytes(const FwdParams& p) {
   return p.splits == 1 ? 0 : sizeof(float) * p.splits * p.B * p.H * p.N_q * (4 + d_v);
 }
@@ -291,10 +251,6 @@ cudaError_t launch(const FwdParams& p, cudaStream_t stream) {
   const size_t bytes = shared_memory_of(blocks, 2 * (Br + 2 * buffers * Bc) * pitch + 4 * 4 * Br);
   allow_shared_memory(forward_kernel, bytes);
   cudaLaunchKernelEx(EarlyLaunch(blocks, threads, bytes, stream), forward_kernel, p);
-  int shares = 1;
-  while (4 * shares < p.splits && shares < most_shares) shares *= 2;
-  const dim3 row_threads(shares * merge_threads, max(256 / (shares * merge_threads), 1));    // times rows
-  const EarlyLaunch merge(ceil_div(p.B * p.H * p.N_q, row_threads.y), row_threads, 0, stream);
-  if (p.splits > 1) cudaLaunchKernelEx(merge, merge_kernel, p);
+  if (p.splits > 1) merge_ranges(p, stream);
   return cudaGetLastError();
 }

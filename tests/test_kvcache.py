@@ -11,6 +11,7 @@ import flash
 from flash_ladder import attention, launch, plan, registry
 from flash_ladder.bench import decode, modes
 from flash_ladder.grid import errors, wrong
+from tutorials.exercises.exercise import inlined
 
 M = flash.masks
 LENGTHS = [0, 192, 77, 3]          # of the batch elements' N_max = 192 keys
@@ -147,9 +148,9 @@ def test_masks_and_sinks(stage, device):
 def test_the_merge_waits_for_the_ranges(tmp_path):
     """Without it, all that it reads may not be there yet."""
     source = flash.find_stage("split_kv", torch.bfloat16, torch.device("cpu")).path.read_text()
-    kernels = source.split("wait_for_previous_kernel();")
-    assert len(kernels) == 3
-    (tmp_path / "mine.cuh").write_text("wait_for_previous_kernel();".join(kernels[:2]) + kernels[2])
+    before, wait, after = inlined(source, "merge_ranges.cuh").rpartition("merge_kernel(FwdParams p) {")
+    without = after.replace("wait_for_previous_kernel();", "", 1)
+    (tmp_path / "mine.cuh").write_text(before + wait + without)
     q, k, v, options = cache()
     with flash.inspect() as report:
         flash.attention_kvcache(q, k, v, stage=tmp_path / "mine.cuh", num_splits=2, **options)

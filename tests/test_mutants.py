@@ -202,9 +202,10 @@ MUTANTS = [
             ("ranges that overlap", r"part_of\((.*), split, p\.splits\)",
              r"part_of(\1, max(split - 1, 0), p.splits)"),
             ("a head's rows apart", r"row % G\) \* p\.N_q \+ row / G", "row / p.N_q) * p.N_q + row % p.N_q"),
-            ("ranges with the same weight", r"fast_exp2\(LOG2_E \* \(\*L_s - m\)\)", "1.f"),
-            ("the last range counted up to four times", r" \* \(s < p\.splits\);", ";"),
-            ("L without the maximum", r"m \+ logf\(l\)", "logf(l)"),
+            ("ranges with the same weight", r"fast_exp2\(LOG2_E \* \(L_s - m\)\)", "1.f"),
+            ("the last range counted up to four times", r"s < p\.splits \? \*L_s : -INFINITY", "*L_s"),
+            ("L without the maximum", r"m_row \+ logf\(l\)", "logf(l)"),
+            ("ranges before a new maximum not rescaled", r"l \*= alpha", "l *= 1.f"),
         ]
     ),
 ]

@@ -138,20 +138,6 @@ __device__ __forceinline__ void named_barrier_arrive(int id, int threads) {
   asm volatile("bar.arrive %0, %1;" :: "r"(id), "r"(threads) : "memory");
 }
 
-// x, written here to a register of its own: what an accumulator starts from. (Where two of them have the same
-// value, the compiler would copy one to the other later, when products before it are under way.)
-__device__ __forceinline__ float pinned(float x) {
-  float y;
-  asm volatile("mov.f32 %0, %1;" : "=f"(y) : "f"(x));
-  return y;
-}
-
-__device__ __forceinline__ uint32_t pinned(uint32_t x) {
-  uint32_t y;
-  asm volatile("mov.b32 %0, %1;" : "=r"(y) : "r"(x));
-  return y;
-}
-
 // Products (wgmma.cuh). What was written to the registers of D and A is there for those that follow
 __device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 

@@ -136,6 +136,21 @@ __device__ __forceinline__ void wait_for_previous_kernel() {
 #endif
 }
 
+// x, written here to a register of its own: so it is worked out by now, as instructions like this one stay in
+// order. And so accumulators begin: where two of them have the same value, the compiler would copy one to the
+// other later, when products before it are under way (wgmma.cuh).
+__device__ __forceinline__ float pinned(float x) {
+  float y;
+  asm volatile("mov.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+__device__ __forceinline__ uint32_t pinned(uint32_t x) {
+  uint32_t y;
+  asm volatile("mov.b32 %0, %1;" : "=r"(y) : "r"(x));
+  return y;
+}
+
 #else
 #include "sim/ptx.h"     // the same functions on a CPU, where a warp is 32 threads one after the other
 #endif

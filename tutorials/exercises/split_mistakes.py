@@ -44,7 +44,7 @@ def partial(p: Problem) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _merged(p: Problem) -> Iterator[tuple[str, Tensors]]:
-    """By merge_kernel, which has m, the greatest L_s, and is to weigh the ranges."""
+    """By merge_kernel, which is to weigh the ranges; m: the greatest L_s."""
     O_s, L_s = partial(p)
     m = L_s.amax(0)
     m = m.where(m > -math.inf, 0)

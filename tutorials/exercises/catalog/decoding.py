@@ -1,16 +1,45 @@
 """The exercise and the bug hunt over decoding: lesson 11."""
 
-from ..exercise import Exercise
-from .forward import wrong
+from ..exercise import COMMON, Exercise, Mutant, sections
+from . import forward
 from .hunts import LOOK, changes, mending, paragraphs, unmended
 
 TILES = {"Br": 32, "Bc": 16}        # several ranges in all calls but that with one key
+MERGE = "merge_ranges.cuh"
+ONLINE = sections((COMMON / MERGE).read_text())["the ranges, merged"]
+PLAIN = """\
+  for (int s = 0; s < p.splits; s++) m = fmaxf(m, *part(p, s, row));
+  if (m == -INFINITY) m = 0.f;              // no range has a key that counts: -inf - -inf is NaN
+  for (int first = col < d_v ? share : p.splits; first < p.splits; first += 4 * shares) {
+    for (int n = 0; n < 4; n++) {
+      const int s = first + n * shares;
+      const float* L_s = part(p, min(s, p.splits - 1), row);
+      const Four O_s = *reinterpret_cast<const Four*>(L_s + 4 + col);
+      const float factor = fast_exp2(LOG2_E * (*L_s - m)) * (s < p.splits);
+      l += factor;
+      for (int c = 0; c < 4; c++) O[c] += factor * O_s.x[c];
+    }
+  }
+  l = warp_sum(l, shares);
+  for (int c = 0; c < 4; c++) {
+    O[c] = warp_sum(O[c], shares);
+    if (share == 0 && col < d_v)
+      p.O.head(bh / p.H, bh % p.H)[query * p.O.stride_n + col + c] = ELEMENT(l == 0.f ? 0.f : O[c] / l);
+  }
+  if (threadIdx.x == 0) p.L[row] = m + logf(l);
+"""
 FACTOR = "const float factor = fast_exp2(LOG2_E * (*L_s - m)) * (s < p.splits);"
 LOAD_O = "const Four O_s = *reinterpret_cast<const Four*>(L_s + 4 + col);"
 ADD_O = "O[c] += factor * O_s.x[c];"
 STORE_O = "ELEMENT(l == 0.f ? 0.f : O[c] / l);"
 STORE_L = "p.L[row] = m + logf(l);"
 NO_KEY = "  if (m == -INFINITY) m = 0.f;              // no range has a key that counts: -inf - -inf is NaN\n"
+
+
+def wrong(what: str, reason: str, *changes: tuple[str, str], right_on_randn: bool = False) -> Mutant:
+    """As forward.wrong(), of an answer that knows the greatest L_s before it weighs the ranges."""
+    return forward.wrong(what, reason, (ONLINE, PLAIN), *changes, right_on_randn=right_on_randn)
+
 
 # Rows packed head by head
 BY_HEAD = changes(
@@ -36,7 +65,7 @@ ANOTHER = r"^wrong result.*the mask is asked about another query than a row's"
 EXERCISES = [
     Exercise(
         number=31, name="merge_ranges", title="Ranges become a row", lesson="11", direction="fwd",
-        stage="split_kv", sections=("the ranges, merged",), tiles=TILES,
+        stage="split_kv", sections=("the ranges, merged",), common=(MERGE,), tiles=TILES,
         specification="""
 Keys are split into p.splits ranges. For each row of O, each range s has left what its own keys give: L_s,
 the logarithm of its sum of e^S, and O_s, which is normalised: as if there were no other keys. Merge them, and
@@ -45,9 +74,10 @@ store the row's O and L.
 Given: part(p, s, row) points to L_s, and part(p, s, row) + 4 to the d_v numbers of O_s, all floats. This
 thread's columns are col to col + 3, and there are none if col >= d_v. `shares` neighbouring threads have the
 same columns, and divide the ranges: this one has the ranges share, share + shares, share + 2 * shares and so
-on. warp_sum(x, shares) is the sum over these neighbours; all threads must call it. m is the greatest L_s of
-the row, in all threads. l and O[0] to O[3] are 0. Write the elements (query, col) to (query, col + 3) of head
-bh % p.H of batch element bh / p.H of O, by ELEMENT(...), and p.L[row], which one thread of the block writes.
+on. warp_sum(x, shares) is the sum over these neighbours, warp_max(x, shares) the greatest; all threads must
+call them. m is -INFINITY, l and O[0] to O[3] are 0. Write the elements (query, col) to (query, col + 3) of
+head bh % p.H of batch element bh / p.H of O, by ELEMENT(...), and p.L[row], which one thread of the block
+writes.
 
 A range may have no key that the row sees: its L_s is -INFINITY, its O_s is 0, and it counts for nothing. If
 that is so in all ranges, O = 0 and L = -INFINITY. L_s may be any number: e^L_s may be infinite, or 0.
@@ -59,6 +89,8 @@ fast_exp2(x) is 2^x, LOG2_E is log2(e), logf the natural logarithm, and logf(0.f
             "And which share of it is range s?",
             "O is a mean of all O_s, weighted by these shares. Both sums can be relative to e^m, as in the "
             "online softmax: then the weights are e^(L_s - m), and none is above 1.",
+            "m is the greatest L_s, which a loop of its own may find first. Or m is the greatest so far, and "
+            "what there is of l and O is rescaled when it grows: as the online softmax does.",
             "l is the sum of the weights, O the sum of weight times O_s; at last O / l and m + log(l). What "
             "is L_s - m where both are -INFINITY?"),
         mutants=(

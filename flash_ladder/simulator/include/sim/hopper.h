@@ -103,8 +103,6 @@ SIM_ALWAYS_INLINE void wgmma(float (&D)[n_tiles][4], const uint32_t (&A)[4], uin
   sim::sim_wgmma(&shape, &D[0][0], A, 0, B, file, line);
 }
 #endif
-inline float pinned(float x) { return x; }
-inline uint32_t pinned(uint32_t x) { return x; }
 inline void wgmma_fence(SIM_SITE) { sim::sim_wgmma_fence(file, line); }
 inline void wgmma_commit(SIM_SITE) { sim::sim_wgmma_commit(file, line); }
 template <int groups_left> inline void wgmma_wait(SIM_SITE) { sim::sim_wgmma_wait(groups_left, file, line); }

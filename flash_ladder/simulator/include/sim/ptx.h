@@ -71,6 +71,8 @@ inline void count_release(int* to) {
 SIM_ALWAYS_INLINE void cp_async_16(uint32_t to, const void* from, int bytes = 16, SIM_SITE) {
   sim::sim_copy_async(sim::sim_shared_pointer("cp.async", to, 16, file, line), from, 16, bytes, file, line);
 }
+inline float pinned(float x) { return x; }
+inline uint32_t pinned(uint32_t x) { return x; }
 inline void start_next_kernel() { sim::sim_start_next_kernel(); }
 inline void wait_for_previous_kernel() { sim::sim_wait_for_previous_kernel(); }
 
