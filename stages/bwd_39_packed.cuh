@@ -114,8 +114,8 @@ __global__ void __launch_bounds__(threads, 1) backward_kernel(
     if (threadIdx.x > 32 * warps) return;
     for (int m = 0, next = blockIdx.x;; m++) {                           // line 5
       if (m == 0) wait_for_previous_kernel();
-      K_smem.wait_until_empty(m);
       const ItemInSequence in(p, nth_in_sequence(p, items, next, w.ticket));
+      K_smem.wait_until_empty(m);
       *handed = in.work;
       if (in.work.tile < 0) return mbarrier_arrive(K_smem.full);         // the consumers end, too
       in.fill_keys(K_smem, K_map, m);                                    // line 6

@@ -125,8 +125,8 @@ __global__ void __launch_bounds__(threads, 1) backward_kernel(
     if (warp == warps + 3 || warp == warps && threadIdx.x % 32 > 0) return;
     if (warp > warps) return add_in_order<false, ItemInSequence>(sums, semaphores, p, items, K_smem, handed);
     for (int m = 0, next = blockIdx.x;; m++, next = next_item(w.ticket)) {         // line 5
-      K_smem.wait_until_empty(m);
       const ItemInSequence in(p, nth_in_sequence(p, items, next, w.ticket));
+      K_smem.wait_until_empty(m);
       *handed = in.work;
       if (in.work.tile < 0) return mbarrier_arrive(K_smem.full);         // the consumers end, too
       in.fill_keys(K_smem, K_map, m);                                    // line 6
