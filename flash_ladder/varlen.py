@@ -67,5 +67,5 @@ def attention_varlen(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqle
         mask, causal = in_each_sequence(together(mask, causal)), False
     o, lse = attend(q, k, v, "varlen", causal, mask, scale, stage, backward, deterministic, tiles, dropout_p,
                     sink, (cu_seqlens_q.contiguous(), cu_seqlens_k.contiguous()))
-    o = o[0].transpose(0, 1)
-    return (o, lse[0]) if return_lse else o
+    o = o.squeeze(0).transpose(0, 1)      # not o[0]: its gradient is a copy of dO, into zeros
+    return (o, lse.squeeze(0)) if return_lse else o

@@ -308,6 +308,19 @@ def test_one_plan_for_all_lengths(monkeypatch):
     assert len(made) == 1
 
 
+def test_views_alone_are_between_o_and_its_gradient():
+    """o[0] would cost a copy of dO, into zeros."""
+    q = torch.randn(5, 2, 64, dtype=torch.bfloat16, requires_grad=True)
+    found, todo = set(), [x.grad_fn for x in flash.attention_varlen(
+        q, q, q, torch.tensor([0, 2, 5], dtype=torch.int32), return_lse=True)]
+    while todo:
+        node = todo.pop()
+        found.add(type(node).__name__)
+        todo += [before for before, _ in node.next_functions if before]
+    assert found == {"TransposeBackward0", "SqueezeBackward1", "UnsqueezeBackward0", "_AttentionBackward",
+                     "AccumulateGrad"}
+
+
 def test_operators():
     """opcheck; torch.compile in one graph; FlopCounterMode counts all pairs."""
     x = Packed([(20, 30), (9, 0), (5, 5)], 2, 1, 16, "cpu")
