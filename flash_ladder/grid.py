@@ -29,7 +29,7 @@ GRID = [
     (1, 1, 1, 40, 50, 104, "top"),
 ]
 
-# Of these, what rungs in the middle of a branch take: see `cases_for`
+# Of these, what rungs in the middle of a branch take, the first and one of the others: see `thin_cases`
 THIN = [GRID[n] for n in (4, 6, 9)]
 
 
@@ -58,10 +58,17 @@ def is_end(stage) -> bool:
 
 
 def cases_for(stage) -> list[tuple]:
-    """All of GRID at the ends of a branch, and for what masked calls take; fewer in between, as a mistake
-    there mostly shows at the end."""
-    grid = GRID if is_end(stage) or stage.name in SHORT_LAST else THIN
-    return [case for case in grid if stage.fits(case[5], 227 * 1024)]
+    """All of GRID at the ends of a branch, and with a mask for what masked calls take; fewer in between, as a
+    mistake there mostly shows at the end."""
+    if not is_end(stage) and stage.name not in SHORT_LAST:
+        return thin_cases(stage)
+    return [case for case in GRID if stage.fits(case[5], 227 * 1024) and (case[6] or is_end(stage))]
+
+
+def thin_cases(stage) -> list[tuple]:
+    """The first of THIN; and by turns one with more columns, for which work is shared out otherwise."""
+    others = [case for case in THIN[1:] if stage.fits(case[5], 227 * 1024)]
+    return [THIN[0], others[stage.number % len(others)]]
 
 
 def type_for(stage, case) -> torch.dtype:
