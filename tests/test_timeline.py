@@ -534,13 +534,13 @@ def test_warpgroups_of_a_stage_of_ones_own_meet_at_an_mbarrier(tmp_path):
     assert any(span[3] == "mbarrier_wait" for span in own["spans"])
 
 
-@pytest.mark.parametrize("name", [name for name, stage in BACKWARD.items()
-                                  if name not in SIDE_BRANCH])
-def test_each_backward_stage_in_a_small_shape(name, monkeypatch):
+@pytest.mark.parametrize("name", [name for name, stage in BACKWARD.items() if name not in SIDE_BRANCH
+                                  and (is_end(stage) or stage.number % 2)])
+def test_backward_stages_in_a_small_shape(name, monkeypatch):
     """Two heads of queries share one of keys, causal: five products a tile that some row sees, all of dS
     through shared memory, dQ added once, by the warps or by the copy engine, which warps beside the producer
     may ask for that; dK and dV stored. Where blocks take one tile of keys after the other there is one head,
-    so that none takes a second one."""
+    so that none takes a second one. Of rungs in the middle every other one."""
     monkeypatch.setenv("FLASH_SIM_THREADS", "1")    # else it is open which block draws which tile of keys
     one = ("persistent", "whole_tiles", "hopper_tuned", *UP_TO_64, *WRITERS)
     heads = "1:1" if name in one else "2:1"
