@@ -103,7 +103,9 @@ for _ in range(2):
     assert (call(0) == 7).all()
 o = flash.attention(q, k, v, stage="flash2")
 assert (o - reference(q, k, v, None, None)[0]).abs().max() < 1e-5
-print("alive")
+print("alive", flush=True)
+if scale % 7:      # Python's own end takes longer than all else: one of seven has it
+    os._exit(0)
 """
 
 
