@@ -21,6 +21,7 @@ import hopper  # noqa: E402
 import masks  # noqa: E402
 import models  # noqa: E402
 import varlen  # noqa: E402
+import without  # noqa: E402
 from simulated import (  # noqa: E402, F401 - by their names in PARTS
     backward_timelines,
     conflicts,
@@ -395,6 +396,11 @@ def measured_varlen() -> str:
     return varlen.table(json.loads(file.read_text())) if file.exists() else ""
 
 
+def measured_without() -> str:
+    """hopper_tuned without its parts."""
+    return of_each_gpu("without", without.table)
+
+
 def measured_decode() -> str:
     """Decode steps."""
     return of_each_gpu("decode", decode.table)
@@ -424,6 +430,7 @@ def lessons() -> str:
 
 PARTS = ("ladder", "speed", "lessons", "host", "rungs", "results", "backward", "ratios", "long", "results16",
          "backward16", "ratios16", "measured_masks", "measured_dropout", "measured_varlen", "measured_decode",
+         "measured_without",
          "measured_models", "measured_backends", "beside_libraries", "finding", "traffic", "counts",
          "conflicts", "planted_bugs", "stage_mutants", "sampled_mutants", "timelines", "backward_timelines")
 

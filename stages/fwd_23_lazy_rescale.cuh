@@ -8,7 +8,7 @@
 // shared:  2 * (Br + 4 * Bc) * ((d + 63) // 64 * 64) + 80
 // hbm:     4 * B * H * (Tr * N_k * d + N_q * (d + 1))
 // predicted: 1.0x at d=64, 1.03x at d=128 and 256: d / 2 multiplications a thread and tile become a vote
-// measured: 1.00x at d=64 causal, 0.99x full, 1.02x at d=128 causal, 1.02x full, 1.03x at d=256 causal, 1.03x
+// measured: 1.00x at d=64 causal, 1.00x full, 1.02x at d=128 causal, 1.02x full, 1.03x at d=256 causal, 1.02x
 //          full (H200, bf16, N=4096; make readme)
 //
 // m need not be the maximum. O and l are sums of 2^(c x - m), and any m gives the same O / l and L in the

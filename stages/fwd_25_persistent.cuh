@@ -10,7 +10,7 @@
 // hbm:     4 * B * H * (Tr * N_k * d + N_q * (d + 1))
 // predicted: 1.08x at N=2048, 1.03x at N=16384: no block starts, fills its ring and empties it while the
 //          tensor cores wait
-// measured: 1.08x at d=64 causal, 0.99x full, 1.05x at d=128 causal, 1.00x full, 1.07x at d=256 causal, 1.00x
+// measured: 1.08x at d=64 causal, 0.99x full, 1.05x at d=128 causal, 1.00x full, 1.09x at d=256 causal, 1.01x
 //          full (H200, bf16, N=4096; make readme)
 //
 // A block of this size has a multiprocessor to itself. While it starts, waits for its first tiles, and at its

@@ -9,7 +9,7 @@
 // workspace: the number of tiles that blocks have asked for
 // hbm:     4 * B * H * (Tr * N_k * d + N_q * (d + 1))
 // predicted: 1.05x at N=2048, 1.1x with a causal mask, 1.01x at N=16384: a tile of Q loses a step less
-// measured: 1.02x at d=64 causal, 1.05x full, 0.99x at d=128 causal, 1.00x full, 0.99x at d=256 causal, 0.99x
+// measured: 1.02x at d=64 causal, 1.05x full, 0.99x at d=128 causal, 0.99x full, 0.99x at d=256 causal, 0.99x
 //          full (H200, bf16, N=4096; make readme)
 //
 // With a causal mask and N = 2048 a tile of Q has 8 steps on average. In the first one nothing runs under the

@@ -17,7 +17,7 @@
 //          if B * H * Tr > multiprocessors and B * H * Tr % multiprocessors > 0 else 0)
 // predicted: 1.03x full, where at d=128 16 rounds become 15.5, at d=64 22 become 21.3; 1.05x at d=128 full,
 //          N=16384; 1.0x causal
-// measured: 1.00x at d=64 causal, 1.10x full, 1.00x at d=128 causal, 1.01x full, 1.00x at d=256 causal, 0.97x
+// measured: 1.00x at d=64 causal, 1.05x full, 1.00x at d=128 causal, 1.02x full, 1.00x at d=256 causal, 0.99x
 //          full (H200, bf16, N=4096; make readme)
 //
 // Equal tiles go in rounds: each block takes one, then each takes the next. The last round may have work for
@@ -41,6 +41,11 @@
 // 694 / 709 / 699 -> 699 / 724 / 738, d=256 742 / 776 / 792 -> 735 / 778 / 783. With few steps to divide it
 // is slower: N = 1024, B = 8, d=128 640 -> 618; N = 512, B = 4 431 -> 350. (hopper_tuned's 763 at d=128,
 // N = 16384, in its header, is of another run.)
+//
+// Tried at d=64: l by the tensor cores, as eight more columns of P V, beside a panel of ones (n = 72). Alone
+// it gains as much over hopper_tuned as this does, 1.04x (N = 2048 to 16384, full). Over this one it gains
+// nothing: 0.98 to 1.03x full, and with short_last's order 0.98 to 1.01x causal (H200, N = 1024 to 16384, two
+// types). So sums do not bound it. And L is within 2e-3 only, as P is rounded before it is summed.
 //
 // HBM traffic without caches (hbm, above): of a tile that is cut, Q comes twice, O goes to and fro in float,
 // and there are its flags, and L again. (At most: a cut may fall between two tiles.)

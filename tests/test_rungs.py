@@ -6,6 +6,7 @@ import sys
 
 import pytest
 import torch
+from conftest import check, random_qkv
 
 import flash
 from flash_ladder import ahead, launch
@@ -14,6 +15,7 @@ from flash_ladder.bench import arguments, cases, modes, rung_cases, rungs, stair
 sys.path.insert(0, str(flash.ROOT / "results"))
 import headers  # noqa: E402
 import readme  # noqa: E402
+import without  # noqa: E402
 
 MEASURED = headers.measured_rungs()
 needs_measurement = pytest.mark.skipif(not MEASURED, reason="no results/h200/rungs.json yet")
@@ -385,3 +387,22 @@ def test_a_rung_without_gain_says_why_it_stays():
     silent = [stage.path.name for stage in headers.without_gain(MEASURED)
               if not re.search(r"^// Stays because ", stage.path.read_text(), re.M)]
     assert not silent, "no line '// Stays because ...' in the headers of these"
+
+
+@pytest.mark.parametrize("part", ["", *(part.what for part in without.PARTS)])
+def test_hopper_tuned_is_right_without_a_part(part, tmp_path):
+    q, k, v = random_qkv(1, 2, 2, 300, 300, 64, "cpu", torch.bfloat16)
+    o, lse = flash.attention(q, k, v, causal=True, stage=without.written(tmp_path)[part], return_lse=True,
+                             Br=128, Bc=64)
+    check(o, lse, q, k, v, diagonal=0)
+
+
+def test_a_table_of_hopper_tuned_without_its_parts():
+    ms = [{part.what: 3.0 for part in without.PARTS if part.matters(d, causal)} | {"": 2.0}
+          for d, causal in without.shapes()]
+    data = {"device": "a GPU", "date": "2026-01-01",
+            "rows": [{"d": d, "causal": causal, "ms": of} for (d, causal), of in zip(without.shapes(), ms)]}
+    lines = without.table(data).splitlines()
+    assert lines[0].count("|") == 9 and len(without.PARTS) == sum("1.50" in line for line in lines)
+    cut = next(line for line in lines if "cut_diagonal" in line)
+    assert cut.split("|")[3:9] == [" - ", " 1.50 "] * 3     # of causal calls alone
