@@ -205,7 +205,6 @@ MUTANTS = [
             ("ranges with the same weight", r"fast_exp2\(LOG2_E \* \(L_s - m\)\)", "1.f"),
             ("the last range counted up to four times", r"s < p\.splits \? \*L_s : -INFINITY", "*L_s"),
             ("L without the maximum", r"m_row \+ logf\(l\)", "logf(l)"),
-            ("ranges before a new maximum not rescaled", r"l \*= alpha", "l *= 1.f"),
         ]
     ),
 ]
