@@ -82,7 +82,7 @@ def test_against_float64(stage, G, N_q, causal, page_size, splits, device):
 
 @pytest.mark.parametrize("d, Br", [(64, None), (200, 16)])
 def test_any_number_of_splits(d, Br, device):
-    """Of three tiles: some tiles in a range, one, none; and eight ranges at a time are merged. Of 72 a thread has
+    """Of three tiles: some tiles in a range, one, none; eight ranges at a time are merged. Of 72 a thread has
     the 24th and, later, the 72nd: those that have a tile."""
     q, k, v, options = cache(d=d, dtype=torch.float16, device=device)
     tiles = {} if Br is None else {"Br": Br}
