@@ -36,7 +36,7 @@
 //      64   full             480    280   256          128  full             529    304   298
 //      256  causal, H=8      282    249   234
 //
-// HBM traffic without caches (hbm, above): as in whole_group. At d=256 a thread spills up to 56 bytes.
+// HBM traffic without caches (hbm, above): as in whole_group. A thread spills up to 20 bytes, at d=256 56.
 // Stays because calls with packed sequences take it; others do not.
 //
 // Changed from hopper_tuned: maps, corners of boxes, and where a sequence's rows begin. The first K and V are

@@ -43,10 +43,10 @@
 // and all worked out after the wait: B=1, d=128, N_k=64k 69.8 us for 68.6, 8k 17.7 for 16.6: H200.)
 //
 // Tiles: where the heads alone make blocks enough, Bc = 32, as five of them then share a multiprocessor
-// (B=64, N_k=1024: 64.5 us, with Bc = 64 77). More than 32 packed rows take Br = 64, at d <= 64 Br = 128. There
-// tensor cores and shared memory count, too: 16 queries, B=8, N_k=8192: 77 us, FlashAttention-3's 73. (A warp
-// of 32 rows reads K and V half as often. But two of them, 84 us, are too few; and four, by halves of a tile's
-// keys, have no registers for Q: 94 us.)
+// (B=64, N_k=1024: 64.5 us, with Bc = 64 77). More than 32 packed rows take Br = 64, at d <= 64 Br = 128.
+// Then products and shared memory count, too: 16 queries, B=8, N_k=8192: 77 us, FlashAttention-3 takes 73. (A
+// warp of 32 rows reads K and V half as often. But two of them, 84 us, are too few; and four, by halves of a
+// tile's keys, have no registers for Q: 94 us.)
 // Stays because it is for decoding, which `measured` knows nothing of: docs/use.md has it.
 //
 // Changed from ampere_tuned: these, and the order of blocks. A mask is asked about a row's query: one by head

@@ -28,7 +28,8 @@ SPILLS = {("bwd", "recompute", 64): 16, ("fwd", "wide_warps", 64): 64,
           ("bwd", "writer_warp", 64): 8, ("bwd", "semaphores", 64): 8, ("bwd", "semaphores", 128): 12,
           ("bwd", "idle_warps", 64): 44, ("bwd", "idle_warps", 128): 32,
           ("bwd", "augmented", 64): 44, ("bwd", "augmented", 128): 32,
-          ("bwd", "first_stores", 64): 84, ("bwd", "first_stores", 128): 8, ("bwd", "packed", 256): 48,
+          ("bwd", "first_stores", 64): 84, ("bwd", "first_stores", 128): 8, ("bwd", "packed", 128): 12,
+          ("bwd", "packed", 256): 52,
           ("bwd", "packed_semaphores", 64): 16, ("bwd", "packed_semaphores", 128): 8,
           ("bwd", "packed_semaphores", 256): 8}
 ALSO_ON = {("bwd", "recompute", 64): ("sm_75", "sm_80", "sm_90a")}
