@@ -39,13 +39,15 @@ class Occupancy:
 
 @dataclass(frozen=True)
 class Kernel:
-    """A kernel as ptxas reports it. threads: of a block, as __launch_bounds__ says; 0: it does not."""
+    """A kernel as ptxas reports it. threads: of a block, as __launch_bounds__ says; 0: it does not.
+    serialised: whether products by wgmma wait for each other, as ptxas could not do otherwise (C7508 on)."""
 
     name: str
     registers: int
     spilled_bytes: int
     static_shared_bytes: int
     threads: int
+    serialised: bool = False
 
     def occupancy(self, architecture: str, shared_bytes: int) -> Occupancy | None:
         """With so much dynamic shared memory a block. None if its threads are unknown, or it does not fit."""
@@ -104,4 +106,5 @@ def _read(ptx: str, report: str) -> Iterable[Kernel]:
             found = re.search(pattern, text)
             return int(found[1]) if found else 0
         yield Kernel(name, number(r"Used (\d+) registers"), number(r"(\d+) bytes spill stores"),
-                     number(r"(\d+) bytes smem"), threads.get(mangled, 0))
+                     number(r"(\d+) bytes smem"), threads.get(mangled, 0),
+                     bool(re.search(rf"\(C75\d\d\).*'{mangled}'", report)))

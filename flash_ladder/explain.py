@@ -106,6 +106,7 @@ def _rows(one: Choice) -> list[str]:
         occupancy = kernel.occupancy(one.architecture, one.shared_bytes * main)
         kernels.append(f"{kernel.name}: {kernel.registers} registers"
                        + f", {kernel.spilled_bytes} bytes spilled" * bool(kernel.spilled_bytes)
+                       + ", products serialised" * kernel.serialised
                        + f"; {occupancy}" * bool(occupancy))
     hbm = "not in the header" if one.hbm_bytes is None else f"{one.hbm_bytes:,} bytes without mask and cache"
     tiles = ", ".join(f"{name}={size}" for name, size in one.tiles.items())

@@ -4,11 +4,14 @@
 
 The staircase of bench.py --rungs shows what a rung gained when it was new; here it is taken away from the end
 of the branch. A part is switched off by changes of the stage's text, which leave its results right
-(tests/test_rungs.py). All of a shape are timed by turns, in a queue that is held back.
+(tests/test_rungs.py). All of a shape are timed by turns, in a queue that is held back. Without a part ptxas
+may find too few registers, and serialise the products: then the time is not that of the part alone.
 """
 
 import argparse
+import concurrent.futures
 import itertools
+import os
 import sys
 import tempfile
 import time
@@ -27,6 +30,7 @@ import ratios  # noqa: E402
 import flash  # noqa: E402
 from flash_ladder import ahead  # noqa: E402
 from flash_ladder.bench import decode  # noqa: E402
+from flash_ladder.compiled import kernels_of  # noqa: E402
 
 STAGE, DTYPE, B, N = "hopper_tuned", "bf16", 4, 4096
 
@@ -114,26 +118,49 @@ def measured(d: int, causal: bool, files: dict[str, Path]) -> dict[str, float]:
                             for what, file in files.items() if what in able})
 
 
+def tiles_of(stage: flash.Stage, d: int, causal: bool, shared: int) -> dict[str, int]:
+    return stage.tiles(d, shared, B * ratios.HEADS[d] * N, causal)
+
+
 def builds(files: dict[str, Path], device: torch.device) -> Iterator[tuple]:
     """What flash.build() is called with."""
     for file, (d, causal) in itertools.product(files.values(), shapes()):
         stage = flash.read_stage(file, "fwd")
-        tiles = stage.tiles(d, flash.shared_memory_per_block(device), B * ratios.HEADS[d] * N, causal)
+        tiles = tiles_of(stage, d, causal, flash.shared_memory_per_block(device))
         yield ahead.job(stage, flash.DTYPES[DTYPE], d, causal, tiles, device)
+
+
+def is_serialised(file: Path, d: int, causal: bool) -> bool:
+    """Whether ptxas serialises products of a variant on sm_90a."""
+    stage = flash.read_stage(file, "fwd")
+    tiles = tiles_of(stage, d, causal, 227 * 1024)
+    macros = flash.definitions(stage, flash.DTYPES[DTYPE], d, causal, tiles)
+    return any(kernel.serialised for kernel in kernels_of(stage, macros, "sm_90a"))
+
+
+def serialised(files: dict[str, Path]) -> dict[tuple[int, bool], list[str]]:
+    """Of which variants, by shape."""
+    with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
+        found = {shape: {what: pool.submit(is_serialised, file, *shape) for what, file in files.items()}
+                 for shape in shapes()}
+    return {shape: [what for what, one in of.items() if one.result()] for shape, of in found.items()}
 
 
 def table(data: dict) -> str:
     """Of without.json, for docs/: time over that of the whole stage."""
     found = {(row["d"], row["causal"]): row["ms"] for row in data["rows"]}
+    lost = {(row["d"], row["causal"]): row["serialised"] for row in data["rows"]}
     heads = [f"d={d} {'causal' if causal else 'full'}" for d, causal in found]
     lines = [f"| without | rung | {' | '.join(heads)} |", "|---|---|" + "---:|" * len(found)]
     for part in PARTS:
-        cells = [f"{ms[part.what] / ms['']:.2f}" if part.what in ms else "-" for ms in found.values()]
+        cells = [f"{ms[part.what] / ms['']:.2f}" + " s" * (part.what in lost[shape]) if part.what in ms
+                 else "-" for shape, ms in found.items()]
         lines.append(f"| {part.what} | {part.rung} | {' | '.join(cells)} |")
     heads_of = ", ".join(f"{H} at d={d}" for d, H in ratios.HEADS.items())
     return "\n".join([*lines, "", f"Time of {STAGE} without a part over its time with all of them. {DTYPE}, "
                       f"B={B}, N={N}, H={heads_of}. {data['device']}, {data['date']}, by `python "
-                      "results/without.py`. -: such a call does not have it."])
+                      "results/without.py`. -: such a call does not have it. s: ptxas serialises the "
+                      "products of what is left, so it is more than the part's time."])
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -150,8 +177,10 @@ def main(argv: list[str] | None = None) -> None:
     with tempfile.TemporaryDirectory() as folder:
         files = written(Path(folder))
         ahead.build_all(builds(files, device))
+        lost = serialised(files)
         for d, causal in track(list(shapes()), "measuring", console=Console(stderr=True)):
-            data["rows"].append({"d": d, "causal": causal, "ms": measured(d, causal, files)})
+            data["rows"].append({"d": d, "causal": causal, "ms": measured(d, causal, files),
+                                 "serialised": lost[d, causal]})
             ratios.write(data, args.folder / "without.json")
     print(table(data))
 

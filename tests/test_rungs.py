@@ -11,6 +11,7 @@ from conftest import check, random_qkv
 import flash
 from flash_ladder import ahead, launch
 from flash_ladder.bench import arguments, cases, modes, rung_cases, rungs, staircase
+from flash_ladder.nvcc import find_nvcc
 
 sys.path.insert(0, str(flash.ROOT / "results"))
 import headers  # noqa: E402
@@ -401,8 +402,18 @@ def test_a_table_of_hopper_tuned_without_its_parts():
     ms = [{part.what: 3.0 for part in without.PARTS if part.matters(d, causal)} | {"": 2.0}
           for d, causal in without.shapes()]
     data = {"device": "a GPU", "date": "2026-01-01",
-            "rows": [{"d": d, "causal": causal, "ms": of} for (d, causal), of in zip(without.shapes(), ms)]}
+            "rows": [{"d": d, "causal": causal, "ms": of, "serialised": ["turns of warpgroups"] * causal}
+                     for (d, causal), of in zip(without.shapes(), ms)]}
     lines = without.table(data).splitlines()
     assert lines[0].count("|") == 9 and len(without.PARTS) == sum("1.50" in line for line in lines)
     cut = next(line for line in lines if "cut_diagonal" in line)
     assert cut.split("|")[3:9] == [" - ", " 1.50 "] * 3     # of causal calls alone
+    turns = next(line for line in lines if "pingpong" in line)
+    assert turns.split("|")[3:9] == [" 1.50 ", " 1.50 s "] * 3
+
+
+@pytest.mark.skipif(find_nvcc() is None, reason="no nvcc")
+def test_what_ptxas_serialises_is_known(tmp_path):
+    files = without.written(tmp_path)
+    assert not without.is_serialised(files[""], 64, True)
+    assert without.is_serialised(files["O by the copy engine"], 64, True)      # its addresses need registers
