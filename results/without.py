@@ -57,7 +57,7 @@ class Part:
         return text
 
     def matters(self, d: int, causal: bool) -> bool:
-        return d in self.dims and causal >= self.masked
+        return d in self.dims and (causal or not self.masked)
 
 
 PARTS = (

@@ -35,7 +35,7 @@
 // of an H200's 132 multiprocessors. A block asks for two tiles of K and V at first, then for the next one
 // before it multiplies: always 32 KB at d = 128. `splits` makes two such blocks for each multiprocessor, and
 // shared_memory_of() leaves no room for a third one that starts early (B=8, d=128, N_k=8192: 69 us, not 72).
-// Three or four tiles, or more keys in each, take 70.5 to 83 us there, for 70.3.
+// Three or four tiles, or more keys in each, take 70.5 to 82 us there, for 70.3.
 //
 // A merge launched in the usual way costs 4 to 9 us. So both kernels may start before the one in front of
 // them has ended (common/launch.cuh), work out what they can, and wait. A thread of the merge loads four
@@ -94,11 +94,11 @@ __global__ void __launch_bounds__(threads, blocks_per_sm) forward_kernel(FwdPara
   const int b = bh / p.H_kv, h_kv = bh % p.H_kv;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const int warp_row = i * Br + warp * warp_rows;    // the first of this warp's rows
-  if (KV_CACHE || !Mask::is_range || p.mask.tensors[0].data) wait_for_previous_kernel();    // it is read now
+  if (KV_CACHE || !Mask::is_range || p.mask.tensors[0].data) wait_for_previous_kernel();   // they are read
   if (KV_CACHE) p.N_k = p.seqlens_k[b];
   const Mask mask(p, b, h_kv * G);
   auto tiles = part_of(mask.key_tiles(i / G), split, p.splits);          // of Br queries: these are some
-  tiles.first = pinned(uint32_t(tiles.first)), tiles.end = pinned(uint32_t(tiles.end));
+  tiles.first = pinned(uint32_t(tiles.first)), tiles.end = pinned(uint32_t(tiles.end));    // before the wait
   wait_for_previous_kernel();
   const auto K = rows_of(p.K, p, b, h_kv);
   const auto V = rows_of(p.V, p, b, h_kv);

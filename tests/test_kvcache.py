@@ -159,6 +159,21 @@ def test_the_merge_waits_for_the_ranges(tmp_path):
         ("too early", "merge_kernel", "parts")}
 
 
+def test_a_mask_of_lists_waits_for_them(tmp_path):
+    """Else tiles are worked out before the kernel that lists them, in the workspace, has ended."""
+    stage = flash.find_stage("split_kv", torch.bfloat16, torch.device("cpu"))
+    text = stage.path.read_text()
+    wait = next(line for line in text.splitlines(True) if "!Mask::is_range ||" in line)
+    (tmp_path / "mine.cuh").write_text(text.replace(wait, ""))
+    q, k, v = random_qkv(1, 4, 1, 1, 200, 64, "cpu", torch.bfloat16)
+    ids = torch.arange(200, dtype=torch.int32) // 70
+    early = {("too early", "forward_kernel", "parts")}
+    for file, found in ((stage.path, set()), (tmp_path / "mine.cuh", early)):
+        with flash.inspect() as report:
+            flash.attention(q, k, v, mask=M.document(ids[-1:], ids), stage=file)
+        assert {(f.what, f.kernel, f.element.partition("[")[0]) for f in report.findings} == found
+
+
 @pytest.mark.parametrize("stage, splits", [("split_kv", 2), ("ampere_tuned", 0)])
 def test_no_finding(stage, splits):
     """The checker's, of ragged lengths in pages."""

@@ -390,11 +390,12 @@ def test_a_rung_without_gain_says_why_it_stays():
     assert not silent, "no line '// Stays because ...' in the headers of these"
 
 
-@pytest.mark.parametrize("part", ["", *(part.what for part in without.PARTS)])
+@pytest.mark.parametrize("part", without.PARTS, ids=lambda part: part.what)
 def test_hopper_tuned_is_right_without_a_part(part, tmp_path):
-    q, k, v = random_qkv(1, 2, 2, 300, 300, 64, "cpu", torch.bfloat16)
-    o, lse = flash.attention(q, k, v, causal=True, stage=without.written(tmp_path)[part], return_lse=True,
-                             Br=128, Bc=64)
+    """More tiles than the simulator has multiprocessors: blocks take several."""
+    q, k, v = random_qkv(1, 4, 2, 300, 300, part.dims[0], "cpu", torch.bfloat16)
+    o, lse = flash.attention(q, k, v, causal=True, stage=without.written(tmp_path)[part.what],
+                             return_lse=True, Br=128, Bc=64)
     check(o, lse, q, k, v, diagonal=0)
 
 
