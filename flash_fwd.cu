@@ -93,6 +93,8 @@
 //                                        the short ones, come last, so few heads go together
 //   stages/fwd_35_own_ranges.cuh         a window: each warpgroup asks for its own range of tiles, at both
 //                                        ends
+//   stages/fwd_36_split_kv_wgmma.cuh     (after warp_specialized) decoding with many packed rows: split_kv's
+//                                        packing and ranges, with a producer and warpgroups
 // A stage starts with lines for flash_ladder/registry.py: the stage that it grew from (after); at the end of
 // a branch, the architecture from which on calls take it (default), perhaps only some calls; what it knows
 // of dropout, sinks and the like (takes), and what it refuses that others take (refuses); tile sizes and

@@ -39,7 +39,8 @@ from flash_ladder.bench.decode import (  # noqa: E402
 HOST_CALLS = 100
 DTYPE = torch.bfloat16
 SHAPES = [Shape(1, 8192), Shape(1, 65536), Shape(8, 8192), Shape(64, 1024), Shape(8, 8192, N_q=4),
-          Shape(8, 8192, N_q=16), Shape(2, 8192, H_kv=32), Shape(16, 8192, d=64), Shape(4, 8192, d=256)]
+          Shape(8, 8192, N_q=16), Shape(1, 8192, N_q=16), Shape(1, 65536, N_q=16), Shape(2, 8192, H_kv=32),
+          Shape(16, 8192, d=64), Shape(4, 8192, d=256)]
 WITH_FLEX = SHAPES[:4]       # it is compiled for each shape, which takes a while
 SWEPT = [Shape(1, 8192), Shape(8, 8192), Shape(64, 1024), Shape(8, 8192, N_q=16)]
 
@@ -83,10 +84,12 @@ def measured(shape: Shape, copy: float, fa3, say) -> list[dict]:
 
 
 # ------------------------------------------------------------------------------------------ builds
-def job(shape: Shape, name: str, tiles: dict[str, int], *of_cache) -> ahead.Job:
-    """What build_all() is called with. of_cache: KV_CACHE and PAGE_SIZE, of definitions()."""
+def job(shape: Shape, name: str | None, tiles: dict[str, int], *of_cache) -> ahead.Job:
+    """What build_all() is called with. name: None: what a call without one takes. of_cache: KV_CACHE and
+    PAGE_SIZE, of definitions()."""
     device = torch.device("cuda", torch.cuda.current_device())
-    stage = flash.find_stage(name, DTYPE, device)
+    sizes = {field: getattr(shape, field) for field in ("B", "H", "H_kv", "N_q", "N_k", "d")}
+    stage = flash.find_stage(name, DTYPE, device, d=shape.d, sizes=sizes | {"gradients": 0, "masked": 0})
     chosen = stage.tiles(shape.d, flash.shared_memory_per_block(device), shape.B * shape.H * shape.N_q,
                          packed=shape.N_q * shape.H // shape.H_kv, **tiles)
     no_extras = False, False, None, None, False, False
@@ -97,8 +100,8 @@ def prepare(shapes: list[Shape], say) -> None:
     """Compile the stages, several at a time, and meanwhile flex_attention. Its error comes again, in its
     row."""
     each = {str(one): one for shape in shapes
-            for one in (job(shape, "split_kv", {}), job(shape, "split_kv", {}, True, PAGE),
-                        job(shape, "ampere_tuned", {}))}
+            for one in (job(shape, None, {}), job(shape, "split_kv", {}),
+                        job(shape, "split_kv", {}, True, PAGE), job(shape, "ampere_tuned", {}))}
     with concurrent.futures.ThreadPoolExecutor(1) as beside:
         building = beside.submit(ahead.build_all, list(each.values()))
         for shape in filter(WITH_FLEX.__contains__, shapes):

@@ -40,13 +40,14 @@
 // A merge launched in the usual way costs 4 to 9 us. So both kernels may start before the one in front of
 // them has ended (common/launch.cuh), work out what they can, and wait. A thread of the merge loads four
 // ranges at a time, O_s with L_s, and neighbours share what is more: 1 to 4 us. (O_s after the greatest L_s,
-// and all worked out after the wait: B=1, d=128, N_k=64k 69.8 us for 68.6, 8k 17.7 for 16.6: H200.)
+// and all worked out after the wait: B=1, d=128, N_k=64k 69.8 us for 68.6, 8k 17.7 for 16.6: H200.) A lane
+// stores the two neighbouring columns that it has of a part by one instruction (8k: 14.6 us for 16.7).
 //
 // Tiles: where the heads alone make blocks enough, Bc = 32, as five of them then share a multiprocessor
 // (B=64, N_k=1024: 64.5 us, with Bc = 64 77). More than 32 packed rows take Br = 64, at d <= 64 Br = 128.
-// Then products and shared memory count, too: 16 queries, B=8, N_k=8192: 77 us, FlashAttention-3 takes 73. (A
-// warp of 32 rows reads K and V half as often. But two of them, 84 us, are too few; and four, by halves of a
-// tile's keys, have no registers for Q: 94 us.)
+// Then products and shared memory count, too: 16 queries, B=8, N_k=8192: 74 us, for 66 with one query. (A
+// warp of 32 rows reads K and V half as often. But two of them, 84 us for 77, are too few; and four, by halves
+// of a tile's keys, have no registers for Q: 94 us.) On Hopper, without a cache, split_kv_wgmma is for them.
 // Stays because it is for decoding, which `measured` knows nothing of: docs/use.md has it.
 //
 // Changed from ampere_tuned: these, and the order of blocks. A mask is asked about a row's query: one by head
@@ -60,6 +61,7 @@
 #include "common/merge_ranges.cuh"
 #include "common/mma.cuh"
 #include "common/order.cuh"
+#include "common/packed_rows.cuh"
 #include "common/softmax.cuh"
 #include "common/strips.cuh"
 #include "common/swizzle.cuh"
@@ -77,38 +79,33 @@ constexpr int blocks_per_sm = Br > 64 ? 1 : d <= 64 ? 4 : 2;  // at least: so ma
 // Registers for a lane's part of O, S and Q: is there room for all three? Else Q is read anew for each tile.
 constexpr bool Q_in_registers = strips * (width / 2 + Bc / 2 + width / 4) <= 192;
 
-// Row `row` of all query heads of a key head, packed: G neighbours are its heads, of one query.
-__device__ __forceinline__ ELEMENT* packed_row(const Tensor& x, int b, int h_kv, int G, int row) {
-  return x.head(b, h_kv * G + row % G) + row / G * x.stride_n;
-}
-
 // Where the element (row, col) of a tile is
 __device__ __forceinline__ int tile_index(int row, int col) { return swizzled(row, col, pitch); }
 
 // One block per tile of packed rows and range of keys. Line numbers are those of Algorithm 1.
 __global__ void __launch_bounds__(threads, blocks_per_sm) forward_kernel(FwdParams p) {
   start_next_kernel();                      // as early as there is room for its blocks
-  const int G = p.H / p.H_kv, rows = p.N_q * G, Tr = ceil_div(rows, Br);     // lines 1, 2
+  const int Tr = ceil_div(p.N_q * (p.H / p.H_kv), Br);                   // lines 1, 2
   const Work work = dispatch_order(Tr, p.B * p.H_kv * p.splits, 1);      // line 3
-  const int i = work.tile, bh = work.bh / p.splits, split = work.bh % p.splits;
-  const int b = bh / p.H_kv, h_kv = bh % p.H_kv;
+  const PackedRows packed(p, work.bh / p.splits);
+  const int i = work.tile, split = work.bh % p.splits, G = packed.G, rows = packed.rows, b = packed.b;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const int warp_row = i * Br + warp * warp_rows;    // the first of this warp's rows
   if (KV_CACHE || !Mask::is_range || p.mask.tensors[0].data) wait_for_previous_kernel();   // they are read
   if (KV_CACHE) p.N_k = p.seqlens_k[b];
-  const Mask mask(p, b, h_kv * G);
+  const Mask mask(p, b, packed.head_of(0));
   auto tiles = part_of(mask.key_tiles(i / G), split, p.splits);          // of Br queries: these are some
   tiles.first = pinned(uint32_t(tiles.first)), tiles.end = pinned(uint32_t(tiles.end));    // before the wait
   wait_for_previous_kernel();
-  const auto K = rows_of(p.K, p, b, h_kv);
-  const auto V = rows_of(p.V, p, b, h_kv);
+  const auto K = rows_of(p.K, p, b, packed.h_kv);
+  const auto V = rows_of(p.V, p, b, packed.h_kv);
 
   extern __shared__ __align__(128) ELEMENT smem[];
   ELEMENT* Q_smem = smem;                   // Br x d, rows `pitch` apart
   ELEMENT* K_smem = Q_smem + Br * pitch;    // Bc x d, the same, `buffers` times: the t-th in t % buffers
   ELEMENT* V_smem = K_smem + buffers * Bc * pitch;    // the same
   float* l_smem = reinterpret_cast<float*>(V_smem + buffers * Bc * pitch) + threadIdx.x;   // next: + threads
-  auto row_of_Q = [&](int row) { return packed_row(p.Q, b, h_kv, G, row); };
+  auto row_of_Q = [&](int row) { return packed.at(p.Q, row); };
   auto copy_K_and_V = [&](int t) {          // line 7; with one buffer V_j comes later
     const int buffer = t % buffers * Bc * pitch;
     if (t == 0 || t < tiles.end)
@@ -143,8 +140,7 @@ __global__ void __launch_bounds__(threads, blocks_per_sm) forward_kernel(FwdPara
   // m and l of this lane's rows, which are 8 apart; l: the sum over its columns only, until the end
   float O_reg[strips][width / 8][4] = {}, m[2 * strips];                 // line 5
   for (int r = 0; r < 2 * strips; r++) {
-    m[r] = SINK && split == 0 ? LOG2_E * p.sink[h_kv * G + (warp_row + lane / 4 + 8 * r) % G] : -INFINITY;
-    l_smem[r * threads] = SINK && split == 0 && lane % 4 == 0 ? 1.f : 0.f;
+    packed.start(p, split, m[r], l_smem[r * threads], warp_row + 8 * r);
   }
 
   int t = 0;
@@ -214,40 +210,14 @@ __global__ void __launch_bounds__(threads, blocks_per_sm) forward_kernel(FwdPara
     }
   }                                                                      // line 11
 
-  auto row_of_L = [&](int row) { return ((int64_t)b * p.H + h_kv * G + row % G) * p.N_q + row / G; };
   #pragma unroll
-  for (int r = 0; r < 2 * strips; r++) {
-    const int row = warp_row + lane / 4 + 8 * r;
-    const float l = quad_sum(l_smem[r * threads]);
-    const float inv_l = l == 0.f ? 0.f : __fdividef(dropout_scale(p), l);     // l is 1 or more: may be fast
-    for_row(O_reg[r / 2], r % 2, [&](float& x) { x *= inv_l; });         // line 12
-    float* L = p.splits == 1 ? p.L + row_of_L(row) : part(p, split, row_of_L(row));
-    if (lane % 4 == 0 && row < rows)                                     // lines 13, 15
-      *L = l == 0.f ? -INFINITY : LN_2 * (m[r] + log2f(l));
-  }
-  if (p.splits > 1) {
-    for_each(O_reg, [&](float x, int row, int col) {
-      if (warp_row + row < rows && col < d_v) part(p, split, row_of_L(warp_row + row))[4 + col] = x;
-    });
-    return;
-  }
-  ELEMENT* O_smem = Q_smem + warp * warp_rows * pitch;     // this warp's rows, which no other one reads
-  __syncwarp();
-  for_each_pair(O_reg, [&](uint32_t packed, int row, int col) {
-    *reinterpret_cast<uint32_t*>(O_smem + tile_index(row, col)) = packed;
-  });
-  __syncwarp();
-  for (int t = lane; t < warp_rows * (d_v / 8); t += 32) {                 // line 14
-    const int row = t / (d_v / 8), col = t % (d_v / 8) * 8;
-    if (warp_row + row < rows)
-      *reinterpret_cast<uint4*>(packed_row(p.O, b, h_kv, G, warp_row + row) + col) =
-          *reinterpret_cast<const uint4*>(O_smem + tile_index(row, col));
+  for (int s = 0; s < strips; s++) {                                     // lines 12 to 15
+    const float l[] = {l_smem[2 * s * threads], l_smem[(2 * s + 1) * threads]};
+    packed.store(p, split, O_reg[s], m + 2 * s, l, warp_row + 16 * s);
   }
 }
 
-size_t workspace_bytes(const FwdParams& p) {
-  return p.splits == 1 ? 0 : sizeof(float) * p.splits * p.B * p.H * p.N_q * (4 + d_v);
-}
+size_t workspace_bytes(const FwdParams& p) { return bytes_of_parts(p); }
 
 cudaError_t launch(const FwdParams& p, cudaStream_t stream) {
   const int blocks = p.B * p.H_kv * p.splits * ceil_div(p.N_q * p.H / p.H_kv, Br);

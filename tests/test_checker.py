@@ -408,7 +408,7 @@ def derived_bytes(stage: str, N: int, d: int, Br: int, Bc: int) -> int:
         for rows in tiles_of_q:
             numbers += 2 * rows * d + sum(2 * keys * d for keys in tiles_of_k)       # Q_i, O_i; K_j, V_j
         splits, merged = len(tiles_of_k), 0
-        if stage == "split_kv" and splits > 1:           # a block for each key tile: Q_i each time, L_s, O_s
+        if stage.startswith("split_kv") and splits > 1:  # a block for each key tile: Q_i each time, L_s, O_s
             numbers += (splits - 1) * N * d              # both written, and read, four at a time
             merged = splits * (1 + d) + splits + 4 * (1 + d)
         if stage == "stream_k":                          # tiles that are cut: Q_i again, O_i in float

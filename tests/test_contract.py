@@ -350,6 +350,10 @@ ELSEWHERE = "from sm_80 on; hopper_tuned is taken on sm_90a, and {} is sm_"
      NAMES + "from sm_80 on by calls of N_q <= 16 and N_k >= 512 and not gradients"),
     ((9, 0), DECODING, (), "split_kv",
      NAMES + "from sm_80 on by calls of N_q <= 16 and N_k >= 512 and not gradients"),
+    ((9, 0), DECODING | {"H": 64, "N_q": 16}, (), "split_kv_wgmma", NAMES + "on sm_90a by calls of "
+     "N_q <= 16 and N_q * H // H_kv > 32 and N_k >= 512 and not gradients"),
+    ((9, 0), DECODING | {"H": 64, "N_q": 16}, ("kv_cache",), "split_kv",
+     NAMES + "from sm_80 on by calls of N_q <= 16 and N_k >= 512 and not gradients"),
     ((9, 0), DECODING | {"gradients": 1}, (), "hopper_tuned", NAMES + "on sm_90a"),
     ((9, 0), DECODING, ("dropout",), "hopper_tuned", NAMES + "on sm_90a"),
     ((9, 0), DECODING, ("masks by head",), "hopper_tuned", NAMES + "on sm_90a"),
@@ -386,11 +390,14 @@ def test_the_default_of_the_forward_pass(monkeypatch, B, H_kv, N, d, masked, exp
     assert nearest.name == "packed"
 
 
-@pytest.mark.parametrize("d, N_q, gradients, expected", [
-    (64, 1, 0, "split_kv"), (256, 16, 0, "split_kv"), (64, 17, 0, "short_last"), (64, 1, 1, "short_last")])
-def test_few_queries_with_a_mask(monkeypatch, d, N_q, gradients, expected):
-    """On Hopper they take what splits the keys, as they do without a mask."""
-    sizes = {"B": 8, "H": 8, "H_kv": 8, "N_q": N_q, "N_k": 4096, "d": d, "gradients": gradients, "masked": 1}
+@pytest.mark.parametrize("d, H, N_q, gradients, expected", [
+    (64, 8, 1, 0, "split_kv"), (256, 8, 16, 0, "split_kv"), (64, 16, 16, 0, "split_kv"),
+    (64, 24, 11, 0, "split_kv_wgmma"), (256, 64, 16, 0, "split_kv_wgmma"), (128, 64, 16, 1, "short_last"),
+    (64, 8, 17, 0, "short_last"), (64, 8, 1, 1, "short_last")])
+def test_few_queries_with_a_mask(monkeypatch, d, H, N_q, gradients, expected):
+    """On Hopper they take what splits the keys, as they do without a mask: with more than 32 packed rows by
+    warpgroups."""
+    sizes = {"B": 8, "H": H, "H_kv": 8, "N_q": N_q, "N_k": 4096, "d": d, "gradients": gradients, "masked": 1}
     device = gpu(monkeypatch, (9, 0))
 
     def taken(**window):

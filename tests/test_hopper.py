@@ -111,12 +111,13 @@ def box_elements(sizes: tuple, box: tuple, corner: tuple):
 
 
 @pytest.mark.parametrize("case", BOXES, ids=lambda case: "-".join(map(str, case[2])))
-def test_tma_load(device, schedule, case):
+@pytest.mark.parametrize("function", ["load_box", "load_box_once"])
+def test_tma_load(device, schedule, function, case):
     element, sizes, box, swizzle, corner = case
     x, arguments = box_case(element, sizes, box)
     count = box[0] * box[1] * box[2] * box[3]
     out = empty(count * element // 4, device=device)
-    assert call("load_box", like_it(x, device), int(element == 4), *arguments, swizzle, *corner,
+    assert call(function, like_it(x, device), int(element == 4), *arguments, swizzle, *corner,
                 count * element, 0, out, device=device) is None
     loaded = out.cpu().view(x.dtype)
     expected = torch.empty_like(loaded)

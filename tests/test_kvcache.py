@@ -286,6 +286,25 @@ def test_a_call_without_a_name(device):
     assert found is None or [x.name for x in found.kernels] == ["forward_kernel", "merge_kernel"]
 
 
+@pytest.mark.parametrize("B, H, H_kv, N_q, N_k, d, d_v, tiles, options", [
+    (1, 32, 8, 16, 200, 64, 64, {}, {}),                     # 64 packed rows
+    (2, 12, 2, 11, 200, 128, 64, {}, {"causal": True}),      # 66: two warpgroups, the second one has two rows
+    (1, 6, 2, 13, 300, 72, 40, {"Bc": 16}, {"sink": True}),  # the sink is in the first range alone
+    (1, 16, 2, 70, 150, 128, 128, {}, {"causal": True}),     # several tiles of packed rows
+    (1, 8, 1, 16, 64, 256, 256, {}, {"sink": True}),         # one range: O as it is
+    (1, 8, 2, 16, 260, 64, 64, {}, {"mask": M.window(40, 0) | M.prefix(9)}),     # lists of tiles
+    (1, 8, 2, 16, 260, 64, 64, {}, {"mask": M.softcap(2.0), "scale": -0.2})])
+def test_packed_rows_of_warpgroups(device, schedule, B, H, H_kv, N_q, N_k, d, d_v, tiles, options):
+    q, k, v = random_qkv(B, H, H_kv, N_q, N_k, d, device, torch.bfloat16)
+    v = v[..., :d_v]
+    if options.get("sink"):
+        options = options | {"sink": torch.randn(H, device=device)}
+    o, L = flash.attention(q, k, v, stage="split_kv_wgmma", return_lse=True, **tiles, **options)
+    floats = (x.float() for x in (q, k, v))
+    right, L_right = flash.attention(*floats, stage="flash2", return_lse=True, **options)
+    assert (o - right).abs().max() < 0.02 * right.abs().max() and (L - L_right).abs().max() < 0.01
+
+
 @pytest.fixture
 def nothing_is_built(monkeypatch):
     monkeypatch.setattr(plan, "_plans", {})
@@ -363,11 +382,11 @@ def test_bench(tmp_path, capsys, monkeypatch):
     rows = json.loads((tmp_path / "decode.json").read_text())["rows"]
     assert [(row["N_q"], row["name"], row["status"]) for row in rows] == [
         (N_q, name, "failed" if name == "flex" else "ok")
-        for N_q in (1, 3) for name in ("ours", "paged", "ampere_tuned", "sdpa", "flex")]
+        for N_q in (1, 3) for name in ("ours", "split_kv", "paged", "ampere_tuned", "sdpa", "flex")]
     assert all(row["error"] < 1e-2 and row["ms"] > 0 for row in rows if row["name"] != "flex")
     one = decode.Shape(1, 512, 3, 4, 2, 64)
     moved = 2 * (2 * 2 * 512 * 64 + 2 * 4 * 3 * 64)          # K and V, Q and O
-    assert one.moved_bytes == moved == pytest.approx(1e6 * rows[5]["gb_per_s"] * rows[5]["ms"])
+    assert one.moved_bytes == moved == pytest.approx(1e6 * rows[6]["gb_per_s"] * rows[6]["ms"])
     out, err = capsys.readouterr()
     assert f"| {one} | 0.25 MiB | " in out and "a copy's" in out
     assert f"flex_attention, {one}: needs a GPU" in err

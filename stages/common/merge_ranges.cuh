@@ -10,6 +10,10 @@ __device__ __forceinline__ float* part(const FwdParams& p, int split, int64_t ro
   return static_cast<float*>(p.workspace) + ((int64_t)split * p.B * p.H * p.N_q + row) * (4 + d_v);
 }
 
+inline size_t bytes_of_parts(const FwdParams& p) {
+  return p.splits == 1 ? 0 : sizeof(float) * p.splits * p.B * p.H * p.N_q * (4 + d_v);
+}
+
 struct alignas(16) Four { float x[4]; };
 
 // A row's threads: one for four columns, in whole warps; how many may share these

@@ -47,7 +47,7 @@ inline cudaError_t make_tensor_map(CUtensorMap& map, Tensor x, int B, int H, int
   const cuuint32_t box[] = {panel, cuuint32_t(rows), 1, 1}, steps[] = {1, 1, 1, 1};
   auto make = [&] { return encode(&map, CU_TENSOR_MAP_DATA_TYPE_UINT16, 4, x.data, sizes, strides, box, steps,
                                   CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
-                                  CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE); };
+                                  CU_TENSOR_MAP_L2_PROMOTION_L2_128B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE); };
   CUresult result = make();
   // A thread for which the runtime has done nothing yet, as autograd's may be, has no context: cudaFree()
   // makes one. (At each call it would not do: it may not be called while a graph is captured.)

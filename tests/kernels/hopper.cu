@@ -49,6 +49,7 @@ static CUresult any_map(CUtensorMap& map, void* x, CUtensorMapDataType type, con
 struct Corner { int col, row, head, batch; };
 
 // A box as it lies in shared memory
+template <bool once>
 __global__ void load_box(const __grid_constant__ CUtensorMap map, Corner c, int bytes, int offset,
                          uint32_t* out) {
   extern __shared__ __align__(1024) char smem[];
@@ -61,22 +62,33 @@ __global__ void load_box(const __grid_constant__ CUtensorMap map, Corner c, int 
   __syncthreads();
   if (threadIdx.x == 0) {
     mbarrier_arrive_expect(&barrier, bytes);
-    tma_load(smem + offset, map, &barrier, c.col, c.row, c.head, c.batch);
+    if (once) tma_load_once(smem + offset, map, &barrier, c.col, c.row, c.head, c.batch);
+    else tma_load(smem + offset, map, &barrier, c.col, c.row, c.head, c.batch);
   }
   mbarrier_wait(&barrier, 0);
   for (int i = threadIdx.x; i < bytes / 4; i += blockDim.x)
     out[i] = *reinterpret_cast<const uint32_t*>(smem + offset + 4 * i);
 }
-extern "C" const char* run_load_box(void* x, int four_bytes, const int* sizes, const int* strides,
-                                    const int* box, int swizzle, int col, int row, int head, int batch,
-                                    int bytes, int offset, uint32_t* out) {
+template <bool once> static const char* run(void* x, int four_bytes, const int* sizes, const int* strides,
+                                            const int* box, int swizzle, Corner at, int bytes, int offset,
+                                            uint32_t* out) {
   CUtensorMap map;
   const auto type = four_bytes ? CU_TENSOR_MAP_DATA_TYPE_FLOAT32 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16;
   if (any_map(map, x, type, sizes, strides, box, swizzle) != CUDA_SUCCESS)
     return cudaGetErrorString(cudaErrorInvalidValue);
-  allow(load_box, 100000);
-  load_box<<<1, 64, bytes + offset>>>(map, Corner{col, row, head, batch}, bytes, offset, out);
+  allow(load_box<once>, 100000);
+  load_box<once><<<1, 64, bytes + offset>>>(map, at, bytes, offset, out);
   return result();
+}
+extern "C" const char* run_load_box(void* x, int four_bytes, const int* sizes, const int* strides,
+                                    const int* box, int swizzle, int col, int row, int head, int batch,
+                                    int bytes, int offset, uint32_t* out) {
+  return run<false>(x, four_bytes, sizes, strides, box, swizzle, {col, row, head, batch}, bytes, offset, out);
+}
+extern "C" const char* run_load_box_once(void* x, int four_bytes, const int* sizes, const int* strides,
+                                         const int* box, int swizzle, int col, int row, int head, int batch,
+                                         int bytes, int offset, uint32_t* out) {
+  return run<true>(x, four_bytes, sizes, strides, box, swizzle, {col, row, head, batch}, bytes, offset, out);
 }
 
 // Shared memory as it is, to a box; `right`: with the fence and the wait

@@ -64,6 +64,10 @@ SIM_ALWAYS_INLINE void tma_load(void* to, const CUtensorMap& map, uint64_t* barr
   const int corner[] = {col, row, head, batch};
   sim::sim_tma_load(to, &map, barrier, corner, file, line);
 }
+SIM_ALWAYS_INLINE void tma_load_once(void* to, const CUtensorMap& map, uint64_t* barrier, int col, int row,
+                                     int head, int batch, SIM_SITE) {
+  tma_load(to, map, barrier, col, row, head, batch, file, line);
+}
 SIM_ALWAYS_INLINE void bulk_load(void* to, const void* from, int bytes, uint64_t* barrier, SIM_SITE) {
   sim::sim_bulk_load(to, from, bytes, barrier, file, line);
 }
