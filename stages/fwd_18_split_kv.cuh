@@ -46,8 +46,8 @@
 // Tiles: where the heads alone make blocks enough, Bc = 32, as five of them then share a multiprocessor
 // (B=64, N_k=1024: 64.5 us, with Bc = 64 77). More than 32 packed rows take Br = 64, at d <= 64 Br = 128.
 // Then products and shared memory count, too: 16 queries, B=8, N_k=8192: 74 us, for 66 with one query. (A
-// warp of 32 rows reads K and V half as often. But two of them, 84 us for 77, are too few; and four, by halves
-// of a tile's keys, have no registers for Q: 94 us.) On Hopper, without a cache, split_kv_wgmma is for them.
+// warp of 32 rows reads K and V half as often. But two of them, 84 us for 77, are too few; four, by halves of
+// a tile's keys, have no registers for Q: 94 us.) On Hopper split_kv_wgmma is for them, without a cache.
 // Stays because it is for decoding, which `measured` knows nothing of: docs/use.md has it.
 //
 // Changed from ampere_tuned: these, and the order of blocks. A mask is asked about a row's query: one by head

@@ -63,6 +63,7 @@ constexpr int Br = BLOCK_R / 2, Bc = BLOCK_C;      // Br: of a block, as a clust
 constexpr int warps = Br / 16, threads = 32 * warps + 128;               // consumers; and the producer's
 constexpr int producer_registers = Br == 128 ? 24 : 32, consumer_registers = Br <= 128 ? 240 : 160;
 constexpr float slack = d > 64 ? 8.f : 0.f;                              // how far scores may pass m, base 2
+constexpr bool early_wait = d > 64 || CAUSAL;                            // for K, before the exponentials
 constexpr int pitch = panel * panels;      // elements in shared memory for a row of a tile
 constexpr bool seamless = d <= 128 && Br * pitch <= 128 * 128;    // two buffers of Q and one of O fit; else O
 constexpr int Q_buffers = seamless ? 2 : 1;                              // leaves through Q's
@@ -100,8 +101,7 @@ __global__ void __launch_bounds__(threads, 1) forward_kernel(
   ELEMENT* O_smem = seamless ? V_smem.tiles + 2 * Bc * pitch : smem;      // Br x d, in panels
   Handed* handed = reinterpret_cast<Handed*>(barriers + 12);              // for each buffer of Q_i
   Q_smem.init(warps);
-  K_smem.init(warps);
-  V_smem.init(warps);
+  K_smem.init(warps), V_smem.init(warps);
   cluster_sync();
 
   if (warp >= warps) {                      // the producer
@@ -175,7 +175,7 @@ __global__ void __launch_bounds__(threads, 1) forward_kernel(
       if (NEGATIVE_SCALE) for_each(S, [](float& x, int, int) { x = -x; });
       if (cut || Mask::scores) mask_tile(S, mask, p.scale, warp_row, tiles[t] * Bc, cut);
       maximum_step(S, m, alpha, shift, c, cut, slack);
-      if (t + 1 < needed.tiles) K_smem.wait_until_full(step + t + 1);
+      if (early_wait && t + 1 < needed.tiles) K_smem.wait_until_full(step + t + 1);
     };
     auto exponential = [&](auto& S, int t) {
       exponentials(S, l, alpha, c, shift);
@@ -205,6 +205,7 @@ __global__ void __launch_bounds__(threads, 1) forward_kernel(
     }
     for_each(O_reg, [](float& x, int, int) { x = 0.f; });                // line 5
     auto step_of = [&](auto& S, int t) {
+      if (!early_wait) K_smem.wait_until_full(step + t);
       turns.wait();
       multiply_S(S, step + t, n);
       multiply_O(step + t - 1);

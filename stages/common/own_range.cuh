@@ -47,9 +47,5 @@ __device__ __forceinline__ OwnRange own_range(const Mask& mask, const TilesInOrd
 template <class Whose, class Keys, class Values>
 __device__ __forceinline__ void pass_by(const Whose& turns, const Keys& K_smem, const Values& V_smem,
                                         unsigned step, unsigned end) {
-  for (; step < end; step++) {
-    turns.skip();
-    K_smem.pass(step);
-    V_smem.pass(step);
-  }
+  for (; step < end; step++) turns.skip(), K_smem.pass(step), V_smem.pass(step);
 }
