@@ -11,16 +11,16 @@
 //          4 * Bc * Br + 16 * Br + 224
 // workspace: dQ_accum, L, D, dK_parts, dV_parts, semaphores
 // hbm:     B * (4 * d * N_k * (H_kv + 4 * H * (H > H_kv)) + H * (N_k * (5 * d + min(d, 64) * (ceil_div(d, 64)
-//          % 2)) + N_q * (10 * d + 4 + 4 * Tc * (2 * d + min(d, 64) * (ceil_div(d, 64) % 2))) +
-//          Tr * Br * (8 * Tc * (d + 2) + 4 * d + 8)))
+//          % 2)) + N_q * (10 * d + 4 + 4 * Tc * (2 * d + min(d, 64) * (ceil_div(d, 64) % 2))) + 8 * Tr * Br *
+//          (Tc * (d + 2) + d / 2 + d * (1 < Tc <= multiprocessors // (2 * B * H) and N_q <= 2 * N_k) + 1)))
 // predicted: none was made
 // measured: 0.96x at d=64 causal, 0.96x full, 0.92x at d=128 causal, 0.94x full, 0.91x at d=256 causal, 0.93x
 //          full (H200, bf16, N=4096; make readme)
 //
 // As in semaphores (common/in_order.cuh), with one for either half of dQ's columns. The third warpgroup adds
 // from registers, a warp beside the producer counts that. d=256 takes 1.09 to 1.15 times as long (H100; with
-// fences that empty L1 1.28 to 1.37), on an H200 1.05 to 1.12. HBM traffic, dropout: as in exchanged_tuned.
-// Stays because calls with deterministic=True and d > 128 take it. Changed from exchanged_tuned: these.
+// fences that empty L1 1.28 to 1.37), on an H200 1.05 to 1.12. Small calls have two copies of dQ. HBM
+// traffic: as in exchanged_tuned, and these. Stays because calls with deterministic=True and d > 128 take it.
 #pragma once
 #include "common/clear_unseen.cuh"
 #include "common/cluster.cuh"
@@ -63,11 +63,11 @@ __device__ __forceinline__ void multiply_dP(float (&dP_reg)[Br / 8][4], uint32_t
 
 // The third warpgroup's part, line 15: dQ_i += dS_ij K_j, 64 columns at a time
 __device__ __forceinline__ void add_dQ(const BwdParams& p, const Workspace& w, int j, int b, int h,
-                                       const Place& turn, uint64_t* sums,
+                                       int first_tile, const Place& turn, uint64_t* sums,
                                        const Ring<1, Bc>& K_smem, const ELEMENT* dST_smem,
                                        const Place& dS_place, const PartRing<1, Bc, columns>& peer_K_smem,
                                        const ELEMENT* peer_dST_smem, uint64_t* peer_dS_full) {
-  const int warp_row = warp_index() % 4 * 16, Tr = ceil_div(p.N_q, Br);
+  const int warp_row = warp_index() % 4 * 16;
   const int rank = cluster_rank(), first_col = rank * second;
   const uint32_t K_columns = matrix_at<2>(K_smem.tiles + first_col * Bc, 128 * Bc);
   const uint32_t peer_K_columns = matrix_at<2>(peer_K_smem.tiles, 128 * Bc);
@@ -76,7 +76,7 @@ __device__ __forceinline__ void add_dQ(const BwdParams& p, const Workspace& w, i
   int n = 0;                                // tiles so far
   const auto tiles = Mask(p, b, h).query_tiles(j);
   for (int t = tiles.end - 1; t >= tiles.first; t--, n++) {
-    float* dQ = w.dQ_accum + (((int64_t)b * p.H + h) * Tr + tiles[t]) * Br * d;
+    float* dQ = w.dQ_accum + (int64_t)(first_tile + tiles[t]) * Br * d;
     const Place added(sums + n % 2 * 2);
     uint32_t dS_frag[Bc / 16][4], peer_dS_frag[Bc / 16][4];
     if (threadIdx.x % 128 == 0) mbarrier_arrive_expect(peer_dS_full, sizeof(ELEMENT) * Bc * Br);
@@ -106,13 +106,14 @@ __device__ __forceinline__ void add_dQ(const BwdParams& p, const Workspace& w, i
 
 // A cluster of two blocks per tile of K and V and query head. Line numbers are those of Algorithm 2.
 __global__ void __launch_bounds__(threads, 1) backward_kernel(
-    BwdParams p, Workspace w, float* dKV_parts, int* semaphores, int heads_together,
+    BwdParams p, Workspace w, float* dKV_parts, int* semaphores, int heads_together, int dQ_copies,
     const __grid_constant__ CUtensorMap Q_map, const __grid_constant__ CUtensorMap K_map,
     const __grid_constant__ CUtensorMap V_map, const __grid_constant__ CUtensorMap dO_map,
     const __grid_constant__ CUtensorMap dK_map, const __grid_constant__ CUtensorMap dV_map) {
   const int Tr = ceil_div(p.N_q, Br), Tc = ceil_div(p.N_k, 2 * Bc), heads = p.B * p.H;   // lines 1, 2
   const Work work = dispatch_order(Tc, heads, heads_together, blockIdx.x / 2); // line 5
   const int j = work.tile, bh = work.bh, b = bh / p.H, h = bh % p.H, h_kv = h / (p.H / p.H_kv);
+  const int first_tile = (j % dQ_copies * heads + bh) * Tr;     // of dQ's sums: the head's, in this j's copy
   const int rank = cluster_rank(), peer = 1 - rank, block_key = (2 * j + rank) * Bc;
   const int warpgroup = warp_index() / 4, warp_row = warp_index() % 4 * 16;    // of dQ, or of dV and dK
 
@@ -120,17 +121,14 @@ __global__ void __launch_bounds__(threads, 1) backward_kernel(
   ELEMENT* dST_smem = smem + 2 * (Bc + Br) * pitch + (Bc + 3 * Br) * columns;   // Bc x Br, a panel
   ELEMENT* peer_dST_smem = dST_smem + Bc * Br;
   uint4* P_smem = reinterpret_cast<uint4*>(peer_dST_smem + Bc * Br);     // as registers lie; and then slopes
-  float* L_smem = reinterpret_cast<float*>(P_smem + Bc * Br / 4);        // Br, -L / c, twice
-  float* D_smem = L_smem + 2 * Br;          // Br, twice
+  float *L_smem = reinterpret_cast<float*>(P_smem + Bc * Br / 4), *D_smem = L_smem + 2 * Br;   // -L / c; D
   uint64_t* barriers = reinterpret_cast<uint64_t*>(D_smem + 2 * Br);
   const Ring<1, Bc> K_smem(smem, barriers), V_smem(K_smem.tiles + Bc * pitch, barriers + 2);
   const Ring<2, Br> Q_smem(V_smem.tiles + Bc * pitch, barriers + 4);
   const PartRing<3, Br, columns> dO_smem(Q_smem.tiles + 2 * Br * pitch, barriers + 8);       // halves
   const PartRing<1, Bc, columns> peer_K_smem(dO_smem.tiles + 3 * Br * columns, barriers + 14);
-  const Place P_place(barriers + 16), dS_place(barriers + 18);
-  uint64_t* peer_dS_full = barriers + 20;
-  uint64_t* sums = barriers + 24;           // what has been added is to be counted: two places, by turns
-  const Place turn(barriers + 22);          // to add
+  const Place P_place(barriers + 16), dS_place(barriers + 18), turn(barriers + 22);      // turn: to add
+  uint64_t *peer_dS_full = barriers + 20, *sums = barriers + 24;     // sums to be counted: two, by turns
   K_smem.init(4);
   V_smem.init(4);
   Q_smem.init(8);
@@ -149,7 +147,7 @@ __global__ void __launch_bounds__(threads, 1) backward_kernel(
   if (warpgroup == 3) {                     // the producer
     setmaxnreg_dec<producer_registers>();
     if (warp_index() % 4 > 0)
-      return keep_order(turn, sums, mask, tiles, j, semaphores + 2 * bh * Tr + rank, 2);
+      return keep_order(turn, sums, mask, tiles, j, semaphores + 2 * first_tile + rank, 2, dQ_copies);
     if (threadIdx.x > 384) return;
     K_smem.fill(K_map, 0, block_key, h_kv, b);                           // line 6
     V_smem.fill(V_map, 0, block_key, h_kv, b);
@@ -168,7 +166,8 @@ __global__ void __launch_bounds__(threads, 1) backward_kernel(
   if (warpgroup == 2) {
     setmaxnreg_dec<dQ_registers>();
     wait_for_previous_kernel();
-    add_dQ(p, w, j, b, h, turn, sums, K_smem, dST_smem, dS_place, peer_K_smem, peer_dST_smem, peer_dS_full);
+    add_dQ(p, w, j, b, h, first_tile, turn, sums, K_smem, dST_smem, dS_place, peer_K_smem, peer_dST_smem,
+           peer_dS_full);
     return cluster_sync();
   }
   setmaxnreg_inc<consumer_registers>();
@@ -261,9 +260,11 @@ __global__ void __launch_bounds__(threads, 1) backward_kernel(
 int64_t rows_of_Q(const BwdParams& p) { return (int64_t)p.B * p.H * padded(p.N_q); }     // and of L and D
 int64_t numbers_of_K(const BwdParams& p) { return p.H > p.H_kv ? (int64_t)p.B * p.H * p.N_k * d : 0; }
 
+int dQ_copies(const BwdParams& p) { return copies_of_dQ(p, multiprocessors() / 2); }
+
 size_t workspace_bytes(const BwdParams& p) {
-  return sizeof(float) * (rows_of_Q(p) * (d + 2) + 2 * numbers_of_K(p)) +
-         sizeof(int) * 2 * p.B * p.H * ceil_div(p.N_q, Br);
+  return sizeof(float) * (rows_of_Q(p) * (dQ_copies(p) * d + 2) + 2 * numbers_of_K(p)) +
+         sizeof(int) * 2 * dQ_copies(p) * p.B * p.H * ceil_div(p.N_q, Br);
 }
 
 cudaError_t launch(const BwdParams& p, cudaStream_t stream) {
@@ -277,14 +278,13 @@ cudaError_t launch(const BwdParams& p, cudaStream_t stream) {
   if (error != cudaSuccess) return error;
   Workspace w;
   w.dQ_accum = static_cast<float*>(p.workspace);
-  w.L = w.dQ_accum + rows_of_Q(p) * d;
+  w.L = w.dQ_accum + rows_of_Q(p) * dQ_copies(p) * d;
   w.D = w.L + rows_of_Q(p);
   prepare_seeds(w, p.scale, dropout_scale(p));
   float* dKV_parts = w.D + rows_of_Q(p);
-  int* semaphores = reinterpret_cast<int*>(dKV_parts + 2 * numbers_of_K(p));
-  w.ticket = semaphores;                                                 // all 0: nobody draws tickets
-  w.zeros = 2 * p.B * p.H * ceil_div(p.N_q, Br) - 1;
-  prepare_kernel<<<ceil_div(rows_of_Q(p), block_rows), 256, 0, stream>>>(p, w, 1);
+  w.ticket = reinterpret_cast<int*>(dKV_parts + 2 * numbers_of_K(p));    // semaphores, to be set to 0
+  w.zeros = 2 * dQ_copies(p) * p.B * p.H * ceil_div(p.N_q, Br) - 1;
+  prepare_kernel<<<ceil_div(rows_of_Q(p), block_rows), 256, 0, stream>>>(p, w, dQ_copies(p));
   const size_t bytes = sizeof(ELEMENT) * (2 * (Bc + Br) * pitch + (Bc + 3 * Br) * columns + 4 * Bc * Br) +
                        sizeof(float) * 4 * Br + 28 * sizeof(uint64_t);
   allow_shared_memory(backward_kernel, bytes);
@@ -292,9 +292,9 @@ cudaError_t launch(const BwdParams& p, cudaStream_t stream) {
   const int heads_together = Mask::all_keys && !CAUSAL ? heads_at_once(multiprocessors() / 2, Tc)
                                                        : heads_with_sums_in_L2(p.B * p.H, p.N_q);
   cudaLaunchKernelEx(ClusterLaunch(2, blocks, threads, bytes, stream, true), backward_kernel, p, w, dKV_parts,
-                     semaphores, heads_together, Q_map, K_map, V_map, dO_map, dK_map, dV_map);
+                     w.ticket, heads_together, dQ_copies(p), Q_map, K_map, V_map, dO_map, dK_map, dV_map);
   cudaLaunchKernelEx(EarlyLaunch(p.B * p.H * ceil_div(p.N_q, convert_rows), 256, 0, stream),
-                     convert_dQ_kernel, with_scale_of_dS(p), w.dQ_accum, 1);
+                     convert_dQ_kernel, with_scale_of_dS(p), w.dQ_accum, dQ_copies(p));
   reduce_heads(with_scale_of_dS(p), dKV_parts, p.H, stream);
   return cudaGetLastError();
 }

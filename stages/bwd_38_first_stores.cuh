@@ -39,11 +39,12 @@
 // (On an H200 0.99 to 1.02 full; causal 1.09, 1.10, 1.08 at d=64, 1.06, 1.08, 1.04 at d=128.)
 // At d=64 about 32 heads are side by side, not 16: tiles of Q have 128 rows there, so a step is longer
 // (causal, N=2048: 16 1.22, 32 1.08, 64 1.26; 8 1.54. At d=128: 8 1.08, 16 1.07, 32 1.12, 64 1.44). Small
-// calls, over hopper_tuned's time: 0.92 to 1.33, semaphores' 0.99 to 1.34.
+// calls, over hopper_tuned's time: 0.92 to 1.33, semaphores' 0.99 to 1.34. That was with one copy of dQ; now
+// calls of one item a multiprocessor have two (common/in_order.cuh).
 //
 // HBM traffic without caches (hbm, above): as in augmented, but there are no zeros, and of the first sum of a
-// tile nothing is read.
-// Stays because calls take it that must be deterministic: there it is the fastest.
+// tile nothing is read. (Nor of a second copy's, which is read in the end.) Stays because calls take it that
+// must be deterministic: there it is the fastest.
 //
 // Changed from augmented: the order, from semaphores, and the first sums. A thread spills up to 84 bytes.
 #pragma once
@@ -81,7 +82,7 @@ constexpr int behind_dK = 2 * panels <= room ? 16 * pitch : 0;  // dV's room; if
 
 // As many blocks as items, or as multiprocessors. Line numbers are those of Algorithm 2.
 __global__ void __launch_bounds__(threads, 1) backward_kernel(
-    BwdParams p, WorkspaceOfParts w, float* dKV_parts, Items items,
+    BwdParams p, WorkspaceOfParts w, float* dKV_parts, Items items, int dQ_copies,
     const __grid_constant__ CUtensorMap Q_map, const __grid_constant__ CUtensorMap K_map,
     const __grid_constant__ CUtensorMap V_map, const __grid_constant__ CUtensorMap dO_map,
     const __grid_constant__ CUtensorMap dK_map, const __grid_constant__ CUtensorMap dV_map) {
@@ -117,7 +118,7 @@ __global__ void __launch_bounds__(threads, 1) backward_kernel(
   int n = 0;                                // tiles so far
   if (warp >= warps) {                      // the producer
     setmaxnreg_dec<producer_registers>();
-    if (warp > warps) return add_and_convert(sums, p, w, items, K_smem, handed);
+    if (warp > warps) return add_and_convert(sums, p, w, items, K_smem, handed, dQ_copies);
     if (threadIdx.x > 32 * warps) return;
     for (int m = 0, next = next_item(w.ticket);; m++) {                  // line 5
       K_smem.wait_until_empty(m);
@@ -243,7 +244,7 @@ __global__ void __launch_bounds__(threads, 1) backward_kernel(
     if (threadIdx.x % 32 == 0) bulk_wait_read<0>();            // before sums need that again
   }
   if (threadIdx.x % 32 == 0) bulk_wait<0>();
-  convert_complete(p, w, items);            // no items are left: consumers help
+  convert_complete(p, w, items, dQ_copies); // no items are left: consumers help
 }
 
 // Rows of dQ, L and D; numbers in dK and in dV
@@ -254,10 +255,15 @@ int64_t numbers_of_K(const BwdParams& p) {
   return heads > p.H_kv ? (int64_t)p.B * heads * p.N_k * d : 0;
 }
 
-int counters(const BwdParams& p) { return 2 + p.B * p.H * ceil_div(p.N_q, Br); }         // and tickets
+int dQ_copies(const BwdParams& p) { return copies_of_dQ(p, multiprocessors()); }
+
+int counters(const BwdParams& p) {           // and tickets
+  return 2 + dQ_copies(p) * p.B * p.H * ceil_div(p.N_q, Br);
+}
 
 size_t workspace_bytes(const BwdParams& p) {
-  return sizeof(float) * (rows_of_Q(p) * (d + 5) + 2 * numbers_of_K(p)) + sizeof(int) * counters(p);
+  return sizeof(float) * (rows_of_Q(p) * (dQ_copies(p) * d + 5) + 2 * numbers_of_K(p)) +
+         sizeof(int) * counters(p);
 }
 
 cudaError_t launch(const BwdParams& p, cudaStream_t stream) {
@@ -271,7 +277,7 @@ cudaError_t launch(const BwdParams& p, cudaStream_t stream) {
   if (error != cudaSuccess) return error;
   WorkspaceOfParts w;
   w.dQ_accum = static_cast<float*>(p.workspace);
-  w.L = w.dQ_accum + rows_of_Q(p) * d;
+  w.L = w.dQ_accum + rows_of_Q(p) * dQ_copies(p) * d;
   w.D = w.L + rows_of_Q(p);
   w.parts = reinterpret_cast<Part*>(w.D + rows_of_Q(p));
   prepare_seeds(w, p.scale, dropout_scale(p));
@@ -288,7 +294,7 @@ cudaError_t launch(const BwdParams& p, cudaStream_t stream) {
   items.heads_together = !CAUSAL && Mask::all_keys ? heads_at_once(items.blocks(), items.tiles)
                                                    : heads_side_by_side(items.heads, d <= 64 ? 32 : 16);
   cudaLaunchKernelEx(EarlyLaunch(items.blocks(), threads, bytes, stream), backward_kernel, p, w, dKV_parts,
-                     items, Q_map, K_map, V_map, dO_map, dK_map, dV_map);
+                     items, dQ_copies(p), Q_map, K_map, V_map, dO_map, dK_map, dV_map);
   reduce_heads(with_scale_of_dS(p), dKV_parts, p.H / heads_of_a_block(p), stream, false);
   return cudaGetLastError();
 }

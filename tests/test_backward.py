@@ -399,6 +399,84 @@ def test_bit_identical_under_a_mask(stage, mask, monkeypatch, device):
         assert max_error(ours, theirs.double()) < 4e-3 * theirs.abs().max().item()
 
 
+def with_copies(name, tmp_path):
+    """A stage as it is on a GPU of 132 multiprocessors, where a call of few items has two copies of dQ."""
+    text, asked = BY_NAME[name].path.read_text(), "copies_of_dQ(p, multiprocessors()"
+    assert text.count(asked) == 1
+    (tmp_path / f"{name}.cuh").write_text(text.replace(asked, "copies_of_dQ(p, 132"))
+    return tmp_path / f"{name}.cuh"
+
+
+def in_three_orders(monkeypatch, gradients):
+    """What gradients() returns, in the simulator by other schedules. They are the same, to the bit."""
+    found = []
+    for seed, copies in enumerate(("late", "early", "random")):
+        monkeypatch.setenv("FLASH_SIM_SEED", str(seed))
+        monkeypatch.setenv("FLASH_SIM_THREADS", str(seed + 1))
+        monkeypatch.setenv("FLASH_SIM_COPIES", copies)
+        found.append(gradients())
+        assert_equal(found[-1], found[0])
+    return found[0]
+
+
+@pytest.mark.parametrize("diagonal", [None, 100])
+@pytest.mark.parametrize("stage", ["first_stores", "exchanged_semaphores"])
+def test_copies_of_dq(stage, diagonal, monkeypatch, device, tmp_path, scratch):
+    """Five tiles of keys, three in a copy and two; with the diagonal, rows that see one tile alone. The sums
+    in the workspace have the same bits, too. (A copy that nobody adds to is not written.)"""
+    q, k, v = random_qkv(1, 4, 2, 300, 600, 64, device, torch.bfloat16)
+    do, dlse = random_gradients(q)
+    kernel = with_copies(stage, tmp_path), False
+    found = in_three_orders(monkeypatch, lambda: run(kernel, q, k, v, do, diagonal, None, dlse))
+    check_gradients(found, q, k, v, do, diagonal, None, dlse)
+    assert device == "cuda" or diagonal or len(set(scratch)) == 1
+    if device == "cpu":
+        with flash.inspect() as report:
+            run(kernel, q, k, v, do, diagonal, None, dlse)
+        assert not report.findings, report
+
+
+@pytest.mark.parametrize("stage, asked", [
+    ("first_stores", "window"), ("first_stores", "documents"), ("first_stores", "dropout"),
+    ("exchanged_semaphores", "window"), ("exchanged_semaphores", "documents")])
+def test_copies_of_dq_under_a_mask(stage, asked, monkeypatch, device, tmp_path):
+    """Of some tiles of dQ nobody adds to one of the copies, which is not read."""
+    q, k, v = (x.requires_grad_() for x in random_qkv(1, 2, 1, 450, 450, 64, device, torch.float16))
+    rows, ids = torch.arange(450, device=device), torch.arange(450, device=device) // 90 % 4
+    given = {"window": {"mask": flash.masks.window(20, 0)}, "dropout": {"dropout_p": 0.2},
+             "documents": {"mask": flash.masks.document(ids.int())}}[asked]
+    do = torch.randn_like(q)
+
+    def gradients(backward):
+        torch.manual_seed(7)
+        o = flash.attention(q, k, v, backward=backward, **given)
+        return torch.autograd.grad(o, (q, k, v), do)
+
+    mine = with_copies(stage, tmp_path)
+    found = in_three_orders(monkeypatch, lambda: gradients(mine))
+    if asked == "dropout":
+        expected = gradients("hopper_tuned")
+    else:
+        seen = ids[:, None] == ids if asked == "documents" else (rows[:, None] - rows).clamp(0, 20) == (
+            rows[:, None] - rows)
+        exact = [x.detach().double().requires_grad_() for x in (q, k, v)]
+        scores = (exact[0] @ exact[1].mT / 8).masked_fill(~seen, -math.inf)
+        expected = torch.autograd.grad(scores.softmax(-1) @ exact[2], exact, do.double())
+    for ours, theirs in zip(found, expected, strict=True):
+        assert max_error(ours, theirs.double()) < 4e-3 * theirs.abs().max().item()
+
+
+@pytest.mark.parametrize("H, N_q, N_k, copies", [(1, 200, 300, 2), (1, 200, 384, 2), (1, 200, 385, 1),
+                                                 (2, 200, 300, 1), (1, 200, 128, 1), (1, 601, 300, 1)])
+def test_only_small_calls_have_copies_of_dq(H, N_q, N_k, copies):
+    """As many items as the simulator has multiprocessors, which are three; several tiles of keys, and not many
+    more queries. The header does not count these bytes: so they are here."""
+    q, k, v = (x.requires_grad_() for x in random_qkv(1, H, H, N_q, N_k, 64, "cpu", torch.float16))
+    one = flash.explain(q, k, v, backward="first_stores").backward
+    tiles = H * -(-N_q // 128)
+    assert one.workspace_bytes == 4 * (tiles * 128 * (copies * 64 + 5) + 2 + copies * tiles)
+
+
 def test_a_block_that_has_not_started_owns_nothing(monkeypatch, tmp_path):
     """Idle warps wait for tiles that other blocks add to. With 96 blocks, of which eight run at a time, all
     comes to an end if blocks draw their first item, too; not if that is the one of their number."""

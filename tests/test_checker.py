@@ -513,6 +513,20 @@ def test_hbm_traffic_of_a_backward_stage(stage, N):
     assert all(kernel.grid[1:] == (1, 1) for kernel in report.kernels), "a grid's y and z end at 65535"
 
 
+@pytest.mark.parametrize("stage", ["first_stores", "exchanged_semaphores"])
+def test_hbm_traffic_with_copies_of_dq(stage, monkeypatch, tmp_path):
+    """Of a small call, as on a GPU of 132 multiprocessors; the simulator has three."""
+    text, asked = BACKWARD[stage].path.read_text(), "copies_of_dQ(p, multiprocessors()"
+    assert text.count(asked) == 1
+    (tmp_path / "mine.cuh").write_text(text.replace(asked, "copies_of_dQ(p, 132"))
+    tensors = random_qkv(1, 2, 1, 256, 384, 64, "cpu", torch.bfloat16)
+    report = inspected_backward(tmp_path / "mine.cuh", *tensors)
+    monkeypatch.setattr("flash_ladder.stage.multiprocessors_of_a_launch", lambda device: 132)
+    s = BACKWARD[stage]
+    formula = s.hbm_bytes(1, 2, 256, 384, 64, **s.default_tiles(64), H_kv=1) + 4 * 2 * 256
+    assert report.findings == [] and abs(report.hbm.total / formula - 1) < 0.02
+
+
 @pytest.mark.parametrize("stage", ["whole_group", "persistent", "hopper_tuned", "transposed_dq"])
 @pytest.mark.parametrize("B, H, kernels", [(1, 8, 4), (3, 8, 4), (5, 6, 3)])
 def test_blocks_with_several_query_heads(B, H, kernels, stage):
