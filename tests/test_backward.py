@@ -469,8 +469,8 @@ def test_copies_of_dq_under_a_mask(stage, asked, monkeypatch, device, tmp_path):
 @pytest.mark.parametrize("H, N_q, N_k, copies", [(1, 200, 300, 2), (1, 200, 384, 2), (1, 200, 385, 1),
                                                  (2, 200, 300, 1), (1, 200, 128, 1), (1, 601, 300, 1)])
 def test_only_small_calls_have_copies_of_dq(H, N_q, N_k, copies):
-    """As many items as the simulator has multiprocessors, which are three; several tiles of keys, and not many
-    more queries. The header does not count these bytes: so they are here."""
+    """As many items as the simulator has multiprocessors, which are three; several tiles of keys, and not
+    many more queries. By the bytes of the workspace."""
     q, k, v = (x.requires_grad_() for x in random_qkv(1, H, H, N_q, N_k, 64, "cpu", torch.float16))
     one = flash.explain(q, k, v, backward="first_stores").backward
     tiles = H * -(-N_q // 128)
