@@ -12,15 +12,16 @@
 // workspace: dQ_accum, L, D, dK_parts, dV_parts, semaphores
 // hbm:     B * (4 * d * N_k * (H_kv + 4 * H * (H > H_kv)) + H * (N_k * (5 * d + min(d, 64) * (ceil_div(d, 64)
 //          % 2)) + N_q * (10 * d + 4 + 4 * Tc * (2 * d + min(d, 64) * (ceil_div(d, 64) % 2))) + 8 * Tr * Br *
-//          (Tc * (d + 2) + d / 2 + d * (1 < Tc <= multiprocessors // (2 * B * H) and N_q <= 2 * N_k) + 1)))
+//          (Tc * (d + 2) + d / 2 + 1 + d * (1 < Tc and N_q <= 2 * N_k and B * H * Tc <= multiprocessors // 2
+//          * 2 // (1 if d <= 64 else 2 if Tc > 4 else 4)))))
 // predicted: none was made
 // measured: 0.96x at d=64 causal, 0.96x full, 0.92x at d=128 causal, 0.94x full, 0.91x at d=256 causal, 0.93x
 //          full (H200, bf16, N=4096; make readme)
 //
 // As in semaphores (common/in_order.cuh), with one for either half of dQ's columns. The third warpgroup adds
 // from registers, a warp beside the producer counts that. d=256 takes 1.09 to 1.15 times as long (H100; with
-// fences that empty L1 1.28 to 1.37), on an H200 1.05 to 1.12. Small calls have two copies of dQ. HBM
-// traffic: as in exchanged_tuned, and these. Stays because calls with deterministic=True and d > 128 take it.
+// fences 1.28 to 1.37), on an H200 1.05 to 1.12. Small full calls have two copies of dQ. Stays because calls
+// with deterministic=True and d > 128 take it. HBM, dropout, and what is not this: as in exchanged_tuned.
 #pragma once
 #include "common/clear_unseen.cuh"
 #include "common/cluster.cuh"
@@ -47,6 +48,7 @@ constexpr int pitch = panel * panels;              // elements in shared memory 
 constexpr int columns = (panels + 1) / 2 * panel;  // of dV and dK in an accumulator: one has the first half,
 constexpr int second = pitch - columns;            // one those from here on: maybe some of the first's, too
 constexpr int first_steps = (width < columns ? width : columns) / 16;    // of 16 columns, in the first half
+constexpr bool full = Mask::all_keys && !CAUSAL;
 constexpr int threads = 512;                       // three warpgroups of consumers; and the producer's
 constexpr int producer_registers = 24, dQ_registers = 104, consumer_registers = 192;
 
@@ -259,8 +261,7 @@ __global__ void __launch_bounds__(threads, 1) backward_kernel(
 
 int64_t rows_of_Q(const BwdParams& p) { return (int64_t)p.B * p.H * padded(p.N_q); }     // and of L and D
 int64_t numbers_of_K(const BwdParams& p) { return p.H > p.H_kv ? (int64_t)p.B * p.H * p.N_k * d : 0; }
-
-int dQ_copies(const BwdParams& p) { return copies_of_dQ(p, multiprocessors() / 2); }
+int dQ_copies(const BwdParams& p) { return full ? copies_of_dQ(p, multiprocessors() / 2) : 1; }
 
 size_t workspace_bytes(const BwdParams& p) {
   return sizeof(float) * (rows_of_Q(p) * (dQ_copies(p) * d + 2) + 2 * numbers_of_K(p)) +
@@ -288,9 +289,8 @@ cudaError_t launch(const BwdParams& p, cudaStream_t stream) {
   const size_t bytes = sizeof(ELEMENT) * (2 * (Bc + Br) * pitch + (Bc + 3 * Br) * columns + 4 * Bc * Br) +
                        sizeof(float) * 4 * Br + 28 * sizeof(uint64_t);
   allow_shared_memory(backward_kernel, bytes);
-  const int Tc = ceil_div(p.N_k, 2 * Bc), blocks = 2 * p.B * p.H * Tc;
-  const int heads_together = Mask::all_keys && !CAUSAL ? heads_at_once(multiprocessors() / 2, Tc)
-                                                       : heads_with_sums_in_L2(p.B * p.H, p.N_q);
+  const int Tc = ceil_div(p.N_k, 2 * Bc), blocks = 2 * p.B * p.H * Tc, at_once = multiprocessors() / 2;
+  const int heads_together = full ? heads_at_once(at_once, Tc) : heads_with_sums_in_L2(p.B * p.H, p.N_q);
   cudaLaunchKernelEx(ClusterLaunch(2, blocks, threads, bytes, stream, true), backward_kernel, p, w, dKV_parts,
                      w.ticket, heads_together, dQ_copies(p), Q_map, K_map, V_map, dO_map, dK_map, dV_map);
   cudaLaunchKernelEx(EarlyLaunch(p.B * p.H * ceil_div(p.N_q, convert_rows), 256, 0, stream),

@@ -29,11 +29,13 @@ inline int heads_side_by_side(int heads, int about = 16) {
   return ceil_div(heads, ceil_div(heads, about));
 }
 
-// How many copies of dQ? More than one if all items are at work at once, `at_once` of them. (With more
-// queries than twice the keys these waits are a small part of a call, and a copy may be large.)
+// How many copies of dQ? More than one if all items are at work at once, `at_once` of them; with few tiles of
+// a head only if there is room for twice as many, at d <= 64 also in two rounds (the fastest on an H200).
+// With more queries than twice the keys these waits are a small part of a call, and a copy may be large.
 inline int copies_of_dQ(const BwdParams& p, int at_once) {
-  const int tiles = ceil_div(p.N_k, BLOCK_C);
-  return tiles > 1 && p.B * p.H * tiles <= at_once && p.N_q <= 2 * p.N_k ? 2 : 1;
+  const int tiles = ceil_div(p.N_k, BLOCK_C), items = p.B * p.H * tiles;
+  const int most = HEAD_DIM <= 64 ? 2 * at_once : tiles > 4 ? at_once : at_once / 2;
+  return tiles > 1 && items <= most && p.N_q <= 2 * p.N_k ? 2 : 1;
 }
 
 // step(t, cut) for each tile of Q that sees something of tile j, as for_each_tile(), the last one first
