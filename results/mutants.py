@@ -145,6 +145,8 @@ def shapes_of(stage: flash.Stage) -> list[tuple]:
         more = more + BY_TURNS
     if has_fixed_order(stage):
         more = more + IN_ORDER + IN_PARTS * stage.name.endswith(PACKED[-1])
+    if "Br <= 128" in stage.limits:              # of two warpgroups at most
+        more = [shape for shape in more if shape[-2][0] <= 128]
     if "(64,); Bc" in stage.limits:              # of one size
         size = 64, stage.default_tiles(128)["Bc"]
         more = [shape for shape in more + ONE_SIZE if shape[-2] == size]

@@ -8,7 +8,7 @@
 // shared:  (6 * Br + 4 * Bc) * ((d + 15) // 16 * 16 + 8) + 4 * Br * (Bc + 8)
 // hbm:     4 * B * H * (Tr * N_k * d + N_q * (d + 1))
 // predicted: 3x at d=64 and d=128: tensor cores multiply; but S, P and O go through shared memory
-// measured: 5.74x at d=64 causal, 5.52x full, 4.64x at d=128 causal, 5.21x full (H200, bf16 beside flash2 in
+// measured: 5.75x at d=64 causal, 5.48x full, 4.65x at d=128 causal, 5.35x full (H200, bf16 beside flash2 in
 //          fp32, N=4096; make readme)
 //
 // The algorithm is flash2's, FlashAttention-2's Algorithm 1. What changes is who multiplies: tensor cores,

@@ -8,7 +8,7 @@
 // shared:  2 * (Br + 2 * Bc) * ((d + 15) // 16 * 16)
 // hbm:     4 * B * H * (Tr * N_k * d + N_q * (d + 1))
 // predicted: 0.6x at d=64 and d=128: S, P and O are out of shared memory, but 8-way bank conflicts are in
-// measured: 0.51x at d=64 causal, 0.50x full, 0.57x at d=128 causal, 0.57x full, 0.84x at d=256 causal, 0.83x
+// measured: 0.51x at d=64 causal, 0.51x full, 0.56x at d=128 causal, 0.56x full, 0.83x at d=256 causal, 0.81x
 //          full (H200, bf16, N=4096; make readme)
 //
 // The tensor cores' own instruction instead of the portable API. It multiplies A, 16 x 16, by B, 16 x 8, and

@@ -8,7 +8,7 @@
 // shared:  2 * (Br + 2 * Bc) * ((d + 63) // 64 * 64)
 // hbm:     4 * B * H * (Tr * N_k * d + N_q * (d + 1))
 // predicted: 2.3x at d=64, 2x at d=128: an ldmatrix takes 4 wavefronts, not 32
-// measured: 2.97x at d=64 causal, 3.11x full, 3.20x at d=128 causal, 3.39x full, 2.65x at d=256 causal, 2.72x
+// measured: 2.97x at d=64 causal, 3.12x full, 3.24x at d=128 causal, 3.39x full, 2.73x at d=256 causal, 2.84x
 //          full (H200, bf16, N=4096; make readme)
 //
 // ldmatrix reads 8 rows at a time, 16 bytes of each: a chunk. In a plain tile these 8 chunks lie above each

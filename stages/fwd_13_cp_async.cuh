@@ -8,7 +8,7 @@
 // shared:  2 * (Br + 4 * Bc) * ((d + 63) // 64 * 64)
 // hbm:     4 * B * H * (Tr * N_k * d + N_q * (d + 1))
 // predicted: 1.3x at d=64, 1.25x at d=128: no waiting for the next tile; no registers on its way
-// measured: 1.34x at d=64 causal, 1.35x full, 1.66x at d=128 causal, 1.68x full, 1.97x at d=256 causal, 1.96x
+// measured: 1.34x at d=64 causal, 1.35x full, 1.64x at d=128 causal, 1.66x full, 1.91x at d=256 causal, 1.93x
 //          full (H200, bf16, N=4096; make readme)
 //
 // A load from HBM takes hundreds of cycles. So far a block waited for loads in every tile. Its tensor cores

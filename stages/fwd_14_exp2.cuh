@@ -8,7 +8,7 @@
 // shared:  2 * (Br + 4 * Bc) * ((d + 63) // 64 * 64)
 // hbm:     4 * B * H * (Tr * N_k * d + N_q * (d + 1))
 // predicted: 1.2x at d=64, 1.1x at d=128, 1.05x at d=256: three instructions less for each score
-// measured: 1.46x at d=64 causal, 1.43x full, 1.19x at d=128 causal, 1.15x full, 1.15x at d=256 causal, 1.17x
+// measured: 1.46x at d=64 causal, 1.43x full, 1.19x at d=128 causal, 1.15x full, 1.15x at d=256 causal, 1.18x
 //          full (H200, bf16, N=4096; make readme)
 //
 // Two ways to fewer instructions for each element of S. Both are of FlashAttention-2's section 3.1: what is

@@ -8,7 +8,7 @@
 // shared:  2 * (Br + 4 * Bc) * ((d + 63) // 64 * 64) + 16 * Br
 // hbm:     4 * B * H * (Tr * N_k * d + N_q * (d + 1))
 // predicted: 1.05x at d=64 and 128, 1.1x at d=256: fewer address instructions, Q read once
-// measured: 1.04x at d=64 causal, 1.07x full, 1.03x at d=128 causal, 1.04x full, 1.16x at d=256 causal, 1.15x
+// measured: 1.04x at d=64 causal, 1.07x full, 1.02x at d=128 causal, 1.04x full, 1.16x at d=256 causal, 1.16x
 //          full (H200, bf16, N=4096; make readme)
 //
 // A thread has at most 255 registers, and a multiprocessor 65,536. Three savings make room: for Q here, and

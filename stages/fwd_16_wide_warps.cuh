@@ -8,7 +8,7 @@
 // shared:  2 * (Br + 4 * Bc) * ((d + 63) // 64 * 64) + 16 * Br
 // hbm:     4 * B * H * (Tr * N_k * d + N_q * (d + 1))
 // predicted: 1.15x at d=64, 1.3x at d=128, 1x at d=256: half the loads from shared memory
-// measured: 1.05x at d=64 causal, 1.07x full, 1.13x at d=128 causal, 1.20x full, 1.00x at d=256 causal, 1.00x
+// measured: 1.05x at d=64 causal, 1.06x full, 1.12x at d=128 causal, 1.19x full, 1.00x at d=256 causal, 1.00x
 //          full (H200, bf16, N=4096; make readme)
 //
 // A warp has 32 rows of the tile of Q, two strips of 16, where it had one. Each fragment of K and V that

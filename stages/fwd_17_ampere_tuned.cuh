@@ -12,7 +12,7 @@
 // shared:  2 * (Br + (4 if d <= 128 else 2) * Bc) * ((d + 63) // 64 * 64) + 16 * Br
 // hbm:     4 * B * H * (Tr * N_k * d + N_q * (d + 1))
 // predicted: 1.05x at d=64 and d=128, 1.2x at d=256; causal 1.15x: the heaviest tiles start first
-// measured: 1.08x at d=64 causal, 0.99x full, 1.12x at d=128 causal, 0.99x full, 1.28x at d=256 causal, 1.15x
+// measured: 1.07x at d=64 causal, 0.99x full, 1.13x at d=128 causal, 0.99x full, 1.28x at d=256 causal, 1.15x
 //          full (H200, bf16, N=4096; make readme)
 //
 // What is left: constants, order and scheduling. Each is a few lines.

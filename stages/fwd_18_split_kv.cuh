@@ -17,7 +17,7 @@
 //          (0 if splits == 1 else 2 * (splits + max(splits, 4)) * d + 4 * splits * ceil_div(splits + 4, 4)))
 // predicted: with one query, H=32 H_kv=8 d=128 N_k=8192: 10x at B=1 (396 blocks, not 32), 3x at B=32 (K and V
 //          are read once, not four times); 0.9x where there are many queries
-// measured: 0.82x at d=64 causal, 0.87x full, 0.77x at d=128 causal, 0.83x full, 0.86x at d=256 causal, 0.98x
+// measured: 0.88x at d=64 causal, 0.94x full, 0.77x at d=128 causal, 0.83x full, 0.84x at d=256 causal, 0.96x
 //          full (H200, bf16, N=4096; make readme)
 //
 // Decoding: a call takes as long as it takes to read K and V. ampere_tuned has two faults there:

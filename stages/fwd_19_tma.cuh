@@ -8,7 +8,7 @@
 // shared:  2 * (Br + 4 * Bc) * ((d + 63) // 64 * 64) + 16
 // hbm:     4 * B * H * (Tr * N_k * d + N_q * (d + 1))
 // predicted: 1.05x at d=64 and 128, 1.0x at d=256: the copies' addresses and comparisons go, the rest stays
-// measured: 1.08x at d=64 causal, 1.11x full, 1.09x at d=128 causal, 1.16x full, 1.17x at d=256 causal, 1.13x
+// measured: 1.09x at d=64 causal, 1.11x full, 1.09x at d=128 causal, 1.16x full, 1.18x at d=256 causal, 1.13x
 //          full (H200, bf16, N=4096; make readme)
 //
 // Every thread has helped to copy so far: for each 16 bytes it worked out two addresses, compared the row

@@ -8,7 +8,7 @@
 // shared:  2 * (Br + 4 * Bc) * ((d + 63) // 64 * 64) + 16
 // hbm:     4 * B * H * (Tr * N_k * d + N_q * (d + 1))
 // predicted: 1.3x at d=64, 1.6x at d=128, 1.8x at d=256: mma.sync does not reach the tensor cores' rate
-// measured: 1.07x at d=64 causal, 1.07x full, 1.40x at d=128 causal, 1.43x full, 1.79x at d=256 causal, 2.03x
+// measured: 1.06x at d=64 causal, 1.07x full, 1.40x at d=128 causal, 1.43x full, 1.78x at d=256 causal, 2.03x
 //          full (H200, bf16, N=4096; make readme)
 //
 // mma.sync takes its operands from registers: a warp loads each fragment of K and V by ldmatrix, 16 rows at a

@@ -8,7 +8,7 @@
 // shared:  2 * (Br + 4 * Bc) * ((d + 63) // 64 * 64) + 80
 // hbm:     4 * B * H * (Tr * N_k * d + N_q * (d + 1))
 // predicted: 1.2x at d=64 and 128, 1.3x at d=256: no barrier of the block in the loop, larger tiles
-// measured: 1.31x at d=64 causal, 1.42x full, 1.19x at d=128 causal, 1.22x full, 1.18x at d=256 causal, 1.15x
+// measured: 1.31x at d=64 causal, 1.42x full, 1.19x at d=128 causal, 1.21x full, 1.18x at d=256 causal, 1.14x
 //          full (H200, bf16, N=4096; make readme)
 //
 // Copies and products still meet once a tile, at the block's barrier: all warps stop until the slowest is

@@ -8,7 +8,7 @@
 // shared:  2 * (Br + 4 * Bc) * ((d + 63) // 64 * 64) + 80
 // hbm:     4 * B * H * (Tr * N_k * d + N_q * (d + 1))
 // predicted: 1.1x at d=64, 1.15x at d=128, 1.1x at d=256: P V of the last tile runs under this one's softmax
-// measured: 0.99x at d=64 causal, 1.00x full, 1.12x at d=128 causal, 1.09x full, 1.11x at d=256 causal, 1.13x
+// measured: 0.99x at d=64 causal, 1.01x full, 1.11x at d=128 causal, 1.08x full, 1.11x at d=256 causal, 1.12x
 //          full (H200, bf16, N=4096; make readme)
 //
 // A warpgroup multiplies, or makes exponentials, one after the other, although wgmma is asynchronous. The two

@@ -8,7 +8,7 @@
 // shared:  2 * (Br + 4 * Bc) * ((d + 63) // 64 * 64) + 80
 // hbm:     4 * B * H * (Tr * N_k * d + N_q * (d + 1))
 // predicted: 1.05x at d=64, 1.0x at d=128 and 256: overlap within a warpgroup has taken most of it
-// measured: 1.00x at d=64 causal, 1.01x full, 1.00x at d=128 causal, 1.00x full, 1.00x at d=256 causal, 1.00x
+// measured: 1.00x at d=64 causal, 1.00x full, 1.00x at d=128 causal, 1.00x full, 1.00x at d=256 causal, 1.00x
 //          full (H200, bf16, N=4096; make readme)
 //
 // Two warpgroups issue their products whenever they are ready. Often both are at once: then they share the

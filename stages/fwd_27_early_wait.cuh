@@ -9,7 +9,7 @@
 // workspace: the number of tiles that blocks have asked for
 // hbm:     4 * B * H * (Tr * N_k * d + N_q * (d + 1))
 // predicted: 1.05x at d=64, 1.03x at d=128, 1.0x at d=256: rounding P~ and rescaling O cost no time
-// measured: 1.01x at d=64 causal, 1.00x full, 1.05x at d=128 causal, 1.05x full, 1.00x at d=256 causal, 1.00x
+// measured: 1.01x at d=64 causal, 1.01x full, 1.04x at d=128 causal, 1.04x full, 1.00x at d=256 causal, 0.99x
 //          full (H200, bf16, N=4096; make readme)
 //
 // In a step a warp had 1500 cycles between S and its next products (ncu, H200, d = 128): 330 for the maximum,
@@ -27,7 +27,8 @@
 //
 // The next step's K is waited for there, too: then nothing stands between the exponentials and the products.
 // But at d <= 64 it is better waited for when its turn comes (stream_k, H200, bf16, full, N = 2048, 4096,
-// 16384: 0.99 of the time). Causal that leaves ptxas too few registers here, and in most that follows.
+// 16384: 0.99 of the time; in packed 1.02). Causal that leaves ptxas too few registers here, and in most that
+// follows.
 //
 // Changed from seamless: softmax() is maximum() and exponential(), with the wait between.
 #pragma once

@@ -12,7 +12,7 @@
 // workspace: the number of tiles that blocks have asked for
 // hbm:     4 * B * H * (Tr * N_k * d + N_q * (d + 1))
 // predicted: 1.0x; with packed sequences 1.5x ampere_tuned's speed at d=64 and 128, which had them before
-// measured: 0.99x at d=64 causal, 0.99x full, 0.69x at d=128 causal, 0.98x full, 0.99x at d=256 causal, 0.99x
+// measured: 0.99x at d=64 causal, 0.94x full, 0.70x at d=128 causal, 1.01x full, 0.99x at d=256 causal, 1.00x
 //          full (H200, bf16, N=4096; make readme)
 //
 // Packed sequences (common/sequences.cuh) lie one behind the other. The copy engine knows where a tensor
@@ -54,7 +54,7 @@ constexpr int Br = BLOCK_R, Bc = BLOCK_C;
 constexpr int warps = Br / 16, threads = 32 * warps + 128;               // consumers; and the producer's
 constexpr int producer_registers = Br == 128 ? 40 : 32, consumer_registers = Br <= 128 ? 232 : 160;
 constexpr float slack = d > 64 ? 8.f : 0.f;                              // how far scores may pass m, base 2
-constexpr bool early_wait = d > 64 || CAUSAL;                            // for K, before the exponentials
+constexpr bool early_wait = true;                                        // for K, before the exponentials
 constexpr int pitch = panel * panels;      // elements in shared memory for a row of a tile
 constexpr bool seamless = d <= 128 && Br * pitch <= 128 * 128;    // two buffers of Q and one of O fit; else O
 constexpr int Q_buffers = seamless ? 2 : 1;                              // leaves through Q's

@@ -15,7 +15,7 @@
 // workspace: the number of tiles that blocks have asked for
 // hbm:     4 * B * H * (Tr * N_k * d + N_q * (d + 1))
 // predicted: 1.00 to 1.02x with a causal mask; 1.0x without
-// measured: 1.02x at d=64 causal, 1.00x full, 1.01x at d=128 causal, 1.00x full, 0.97x at d=256 causal, 1.00x
+// measured: 1.02x at d=64 causal, 1.00x full, 1.00x at d=128 causal, 1.01x full, 0.96x at d=256 causal, 1.00x
 //          full (H200, bf16, N=4096; make readme)
 //
 // With a causal mask tiles are unequal. Blocks draw the longest ones first, so that short ones fill the gaps
@@ -55,7 +55,7 @@ constexpr int Br = BLOCK_R, Bc = BLOCK_C;
 constexpr int warps = Br / 16, threads = 32 * warps + 128;               // consumers; and the producer's
 constexpr int producer_registers = Br == 128 ? 24 : 32, consumer_registers = Br <= 128 ? 240 : 160;
 constexpr float slack = d > 64 ? 8.f : 0.f;                              // how far scores may pass m, base 2
-constexpr bool early_wait = d > 64;                                      // for K, before the exponentials
+constexpr bool early_wait = d > 64 || CAUSAL && Br < 192;                // for K, before the exponentials
 constexpr int pitch = panel * panels;      // elements in shared memory for a row of a tile
 constexpr bool seamless = d <= 128 && Br * pitch <= 128 * 128;    // two buffers of Q and one of O fit; else O
 constexpr int Q_buffers = seamless ? 2 : 1;                              // leaves through Q's

@@ -14,7 +14,7 @@
 // workspace: the number of tiles that blocks have asked for
 // hbm:     4 * B * H * (Tr * N_k * d + N_q * (d + 1))
 // predicted: a window of 1024 keys, N=16384: 1.03x at d=64, 1.05x at d=128 with 192 x 80; 1.0x without one
-// measured: 0.99x at d=64 causal, 1.01x full, 1.00x at d=128 causal, 1.01x full, 0.99x at d=256 causal, 1.00x
+// measured: 0.99x at d=64 causal, 1.00x full, 1.00x at d=128 causal, 1.01x full, 1.00x at d=256 causal, 0.99x
 //          full (H200, bf16, N=4096; make readme)
 //
 // Of a window of W keys, Br rows together see W + Br - 1 keys, but 64 rows no more than W + 63. With W = 1024
