@@ -39,8 +39,8 @@
 // (On an H200 0.99 to 1.02 full; causal 1.09, 1.10, 1.08 at d=64, 1.06, 1.08, 1.04 at d=128.)
 // At d=64 about 32 heads are side by side, not 16: tiles of Q have 128 rows there, so a step is longer
 // (causal, N=2048: 16 1.22, 32 1.08, 64 1.26; 8 1.54. At d=128: 8 1.08, 16 1.07, 32 1.12, 64 1.44). Small
-// calls, over hopper_tuned's time: 0.92 to 1.33, semaphores' 0.99 to 1.34. That was with one copy of dQ; now
-// calls of one item a multiprocessor have two (common/in_order.cuh).
+// calls have two copies of dQ (common/in_order.cuh): on an H200 0.96 to 1.24 times what others take, in one
+// shape 1.27. Full, B=1, N=1024, 1, 2, 4, 8 copies: d=64 1.24 1.12 1.18 1.39, d=128 1.36 1.23 1.30 1.50.
 //
 // HBM traffic without caches (hbm, above): as in augmented, but there are no zeros, and of the first sum of a
 // tile nothing is read. (Nor of a second copy's, which is read in the end.) Stays because calls take it that
