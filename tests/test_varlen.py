@@ -317,8 +317,9 @@ def test_views_alone_are_between_o_and_its_gradient():
         node = todo.pop()
         found.add(type(node).__name__)
         todo += [before for before, _ in node.next_functions if before]
-    assert found == {"TransposeBackward0", "SqueezeBackward1", "UnsqueezeBackward0", "_AttentionBackward",
-                     "AccumulateGrad"}
+    copying = ("Select", "Slice", "Index", "AsStrided", "Clone", "Copy", "Cat", "Stack")
+    assert any("Attention" in name for name in found)
+    assert not [name for name in found if name.startswith(copying)]      # other versions name views otherwise
 
 
 def test_operators():
@@ -416,7 +417,8 @@ def test_the_same_kernel_on_one_shape(monkeypatch):
     assert case.stage_of("bwd", "one") == "hopper_tuned" and case.stage_of("bwd", "flex") is None
 
 
-def test_bench(tmp_path, capsys):
+def test_bench(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(flash, "default_device", lambda: torch.device("cpu"))
     assert modes.main(["--varlen", "--peers", "document,flex", "--heads", "2:1", "--out", str(tmp_path)]) == 0
     rows = json.loads((tmp_path / "varlen.json").read_text())["rows"]
     assert {row["name"]: row["status"] for row in rows} == {
