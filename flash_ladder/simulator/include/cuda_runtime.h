@@ -1,6 +1,7 @@
 // Stands in for NVIDIA's header when a kernel is compiled for the CPU: the part of CUDA C++ that kernels use.
 #pragma once
 #include <cstdint>
+#undef _GLIBCXX_USE_STD_SPEC_FUNCS   // Bessel functions and the like: half of what <cmath> includes
 #include <cstdio>
 #include <cstdlib>
 
