@@ -65,7 +65,7 @@ def _build_for_cpu(name: str, files: list[Path], macros: dict[str, str | Path], 
     if missing := simulator.missing_compiler():
         raise RuntimeError(missing)
     runtime = build_simulator()
-    flags = simulator.compile_flags(debug(), checked)
+    flags = simulator.compile_flags(debug(), checked, macros.get("ELEMENT", "float") != "float")
     name = f"{name}_cpu" + "_checked" * checked
     name = _name(name, files, macros, flags, simulator.signature(), torch.__version__)
     folder = BUILD / name / "translated"

@@ -76,7 +76,7 @@ def _is_clang(command: str) -> bool:
     return "clang" in subprocess.run([command, "--version"], capture_output=True, text=True).stdout
 
 
-def compile_flags(debug: bool, checked: bool = False) -> list[str]:
+def compile_flags(debug: bool, checked: bool = False, in_16_bits: bool = False) -> list[str]:
     """Flags for a translated kernel. CUDA code reads memory through other types and lets integers wrap.
 
     -fstack-clash-protection: a large local array touches every page on its way down, so it cannot jump over
@@ -88,13 +88,16 @@ def compile_flags(debug: bool, checked: bool = False) -> list[str]:
     -g1: lines alone, which messages name; all of -g takes a quarter longer. (It comes after -gdwarf-4, which
     would make it all of -g again.)
 
+    in_16_bits: the kernel multiplies on tensor cores, which the run-time library does: it runs as fast with
+    the fewer passes of -Og, and is compiled in half the time. (Of them none fuses products and sums.)
+
     checked: every load and store calls the checker (runtime/hooks.cpp), and so does an index outside of a
     local array. One access of the source stays one access: nothing is vectorised, split, or made a call of
     memcpy.
     """
     optimisation = ["-O0", "-g3"] if debug else ["-O1", "-g1", "-march=native"]
     if not debug and not checked:
-        optimisation += ["-fexpensive-optimizations"]
+        optimisation += ["-Og"] if in_16_bits else ["-fexpensive-optimizations"]
     if checked:
         optimisation += ["-DSIM_CHECKED", "-fsanitize=thread,bounds",
                          "--param=tsan-instrument-func-entry-exit=0",
