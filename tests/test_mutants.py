@@ -36,6 +36,7 @@ import mutation  # noqa: E402
 
 BY_NAME = {s.name: s for s in flash.stages("fwd")}
 BY_TMA = [name for name, stage in BY_NAME.items() if stage.needs.startswith("sm_90")]
+PACKED_ROWS = "split_kv_wgmma",        # has no head of Q
 STORED_BY_TMA = "hopper_tuned", *MULTICAST, *STREAM_K        # O
 BACKWARD = {s.name: s for s in flash.stages("bwd")}
 STAGES = flash.stages()
@@ -93,11 +94,13 @@ MUTANTS = [
     *((stage, "O with the rows of V", r"p.O.stride_n", "p.V.stride_n") for stage in BY_NAME
       if stage not in STORED_BY_TMA),
     *((stage, "K in V's map", r"\(V_map, p\.V,", "(V_map, p.K,") for stage in BY_TMA),
+    ("split_kv_wgmma", "V of Q's head", r"(V_smem\.fill.*), packed\.h_kv", r"\1, packed.head_of(0)"),
+    ("split_kv_wgmma", "K of Q's head", r"(K_smem\.fill.*), packed\.h_kv", r"\1, packed.head_of(0)"),
     *((stage, "V of Q's head", r"(load_panels\(V_smem.*|V_smem\.fill.*), h_kv, b\)|V_head = h_kv",
-       lambda m: f"{m[1]}, h, b)" if m[1] else "V_head = h") for stage in BY_TMA),
+       lambda m: f"{m[1]}, h, b)" if m[1] else "V_head = h") for stage in BY_TMA if stage not in PACKED_ROWS),
     *((stage, "K of Q's head", r"((load_panels\(K_smem|K_smem\.fill).*), h_kv, (b|at\.batch)\)",
        r"\1, h, \3)")
-      for stage in BY_TMA),
+      for stage in BY_TMA if stage not in PACKED_ROWS),
     *((stage, "O of another head", r"work\.h, (work\.b|at\.batch)\)", r"(work.h + 1) % p.H, \1)")
       for stage in STORED_BY_TMA),
     ("naive", "O past its end", r"row >= p.N_q \|\| k >= d", "k >= d"),
