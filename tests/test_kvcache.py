@@ -305,6 +305,33 @@ def test_packed_rows_of_warpgroups(device, schedule, B, H, H_kv, N_q, N_k, d, d_
     assert (o - right).abs().max() < 0.02 * right.abs().max() and (L - L_right).abs().max() < 0.01
 
 
+@pytest.mark.skipif(not flash.can_inspect(), reason=str(flash.can_inspect()))
+@pytest.mark.parametrize("ring", ["", "K_smem", "V_smem"])
+def test_buffers_go_round(ring, monkeypatch, tmp_path):
+    """Three ranges of seven tiles, and three buffers. One that is given back before the product is done, or
+    never, is found."""
+    monkeypatch.setattr(plan, "multiprocessors", lambda device: (3, 228 * 1024))
+    monkeypatch.setenv("FLASH_SIM_SECONDS", "5")
+    text = flash.find_stage("split_kv_wgmma", torch.bfloat16, torch.device("cpu")).path.read_text()
+    q, k, v = random_qkv(1, 6, 2, 13, 300, 72, "cpu", torch.bfloat16)
+    right = f"      wgmma_wait<0>();\n      {ring}.release(t);\n"
+    assert not ring or text.count(right) == 1
+
+    def findings(name, text):
+        (tmp_path / f"{name}.cuh").write_text(text)
+        with flash.inspect() as report:
+            flash.attention(q, k, v, stage=tmp_path / f"{name}.cuh", Br=64, Bc=16)
+        return report.findings
+
+    if not ring:
+        assert findings("right", text) == []
+        return
+    early = f"      {ring}.release(t);\n      wgmma_wait<0>();\n"
+    assert [x.what for x in findings("early", text.replace(right, early))] == ["race"]
+    with pytest.raises(RuntimeError, match="deadlock"):
+        findings("never", text.replace(right, "      wgmma_wait<0>();\n"))
+
+
 @pytest.fixture
 def nothing_is_built(monkeypatch):
     monkeypatch.setattr(plan, "_plans", {})
