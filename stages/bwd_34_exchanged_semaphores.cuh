@@ -20,8 +20,8 @@
 //
 // As in semaphores (common/in_order.cuh), with one for either half of dQ's columns. The third warpgroup adds
 // from registers, a warp beside the producer counts that. d=256 takes 1.09 to 1.15 times as long (H100; with
-// fences 1.28 to 1.37), on an H200 1.05 to 1.12. Small full calls have two copies of dQ. Stays because calls
-// with deterministic=True and d > 128 take it. HBM, dropout, and what is not this: as in exchanged_tuned.
+// fences 1.28 to 1.37), on an H200 1.05 to 1.12. Small full calls have two copies of dQ.
+// Stays because calls with deterministic=True and d > 128 take it. HBM, dropout: as in exchanged_tuned.
 #pragma once
 #include "common/clear_unseen.cuh"
 #include "common/cluster.cuh"

@@ -43,8 +43,8 @@
 // shape 1.27. Full, B=1, N=1024, 1, 2, 4, 8 copies: d=64 1.24 1.12 1.18 1.39, d=128 1.36 1.23 1.30 1.50.
 //
 // HBM traffic without caches (hbm, above): as in augmented, but there are no zeros, and of the first sum of a
-// tile nothing is read. (Nor of a second copy's, which is read in the end.) Stays because calls take it that
-// must be deterministic: there it is the fastest.
+// tile nothing is read. (Nor of a second copy's, which is read in the end.)
+// Stays because calls take it that must be deterministic: there it is the fastest.
 //
 // Changed from augmented: the order, from semaphores, and the first sums. A thread spills up to 84 bytes.
 #pragma once

@@ -45,19 +45,15 @@ def wrong(what: str, reason: str, *changes: tuple[str, str], right_on_randn: boo
 BY_HEAD = changes(
     ("packed into one tile: of a key head, row r is query r / G of head\n//     r % G.",
      "packed into a tile: of a key head, row r is query r % N_q of head\n//     r / N_q."),
-    ("packed: G neighbours are its heads, of one query.",
-     "packed: N_q neighbours are its queries, of a head."),
-    ("packed_row(const Tensor& x, int b, int h_kv, int G, int row) {",
-     "packed_row(const Tensor& x, int b, int h_kv, int G, int N_q, int row) {"),
-    ("x.head(b, h_kv * G + row % G) + row / G * x.stride_n;",
-     "x.head(b, h_kv * G + row / N_q) + row % N_q * x.stride_n;"),
-    ("packed_row(p.Q, b, h_kv, G, row);", "packed_row(p.Q, b, h_kv, G, p.N_q, row);"),
-    ("packed_row(p.O, b, h_kv, G, warp_row + row)", "packed_row(p.O, b, h_kv, G, p.N_q, warp_row + row)"),
-    ("((int64_t)b * p.H + h_kv * G + row % G) * p.N_q + row / G;",
-     "((int64_t)b * p.H + h_kv * G + row / p.N_q) * p.N_q +\n"
-     "                                        row % p.N_q;"))
-OF_L = (BY_HEAD[-1].new, BY_HEAD[-1].old)
-OF_Q_AND_O = (BY_HEAD[3].new, BY_HEAD[3].old)
+    ("row r is query r / G of head r % G: G neighbours are its heads, of one query.",
+     "row r is query r % N_q of head r / N_q: N_q neighbours are its queries, of a head."),
+    ("return h_kv * G + row % G;", "return h_kv * G + row / (rows / G);"),
+    ("x.head(b, head_of(row)) + row / G * x.stride_n;",
+     "x.head(b, head_of(row)) + row % (rows / G) * x.stride_n;"),
+    ("((int64_t)b * p.H + head_of(row)) * p.N_q + row / G;",
+     "((int64_t)b * p.H + head_of(row)) * p.N_q + row % p.N_q;"))
+OF_L = (BY_HEAD[-1].new, "((int64_t)b * p.H + h_kv * G + row % G) * p.N_q + row / G;")
+OF_Q_AND_O = (BY_HEAD[-2].new, "x.head(b, h_kv * G + row % G) + row / G * x.stride_n;")
 ASKED = "warp_row + 16 * s, j * Bc, cut, G);"
 LOOPED = "mask.key_tiles(i / G);"
 ANOTHER = r"^wrong result.*the mask is asked about another query than a row's"
@@ -132,7 +128,7 @@ fast_exp2(x) is 2^x, LOG2_E is log2(e), logf the natural logarithm, and logf(0.f
         )),
     Exercise(
         number=32, name="several_queries", title="Right with one query", lesson="11", direction="fwd",
-        stage="split_kv", tiles=TILES,
+        stage="split_kv", tiles=TILES, common=("packed_rows.cuh",),
         specification=f"""
 A colleague writes: "I decode with this file, and all is well. Now a small model guesses four tokens ahead,
 and the large one looks at all four in one call: N_q = 4, causal. With 8 query heads to 2 key heads, O and L
@@ -149,7 +145,7 @@ query heads. And it is right with one query, causal or not."
             "What has the causal mask to do with how many heads share a key head? Nothing, in the formula. "
             "But what is the mask asked, and what does it need to know of a row?",
             "A tile's rows are queries of several heads. Write down for G = 4 and N_q = 4 which query each "
-            "of the 16 rows is: by packed_row, and by what mask_tile is told.",
+            "of the 16 rows is: by PackedRows, and by what mask_tile is told.",
             "mask_tile's last argument says how many rows, one after the other, are of one query. Is that "
             "so? And which queries does key_tiles(i / G) take tile i for?"),
         answer=paragraphs("""
