@@ -419,12 +419,13 @@ def in_three_orders(monkeypatch, gradients):
     return found[0]
 
 
-@pytest.mark.parametrize("stage, diagonal", [
-    ("first_stores", None), ("first_stores", 100), ("exchanged_semaphores", None)])
-def test_copies_of_dq(stage, diagonal, monkeypatch, device, tmp_path, scratch):
+@pytest.mark.parametrize("stage, d, diagonal", [
+    ("first_stores", 64, None), ("first_stores", 64, 100), ("first_stores", 128, None),
+    ("exchanged_semaphores", 64, None), ("exchanged_semaphores", 136, None)])
+def test_copies_of_dq(stage, d, diagonal, monkeypatch, device, tmp_path, scratch):
     """Five tiles of keys, three in a copy and two; with the diagonal, rows that see one tile alone. The sums
     in the workspace have the same bits, too. (A copy that nobody adds to is not written.)"""
-    q, k, v = random_qkv(1, 4, 2, 305, 600, 64, device, torch.bfloat16)
+    q, k, v = random_qkv(1, 4, 2, 305, 600, d, device, torch.bfloat16)
     do, dlse = random_gradients(q)
     kernel = with_copies(stage, tmp_path), False
     found = in_three_orders(monkeypatch, lambda: run(kernel, q, k, v, do, diagonal, None, dlse))
