@@ -26,7 +26,8 @@ for part in ${*:-test libraries rungs without timeline ratios host counters sani
               done ;;
     ratios) $python results/ratios.py "$to" ;;
     host) $python results/host.py "$to" ;;
-    counters) $python results/ncu.py "$to" && $python results/ncu.py "$to" --pass bwd ;;
+    counters) $python results/ncu.py "$to" && $python results/ncu.py "$to" --pass bwd &&
+              $python results/ncu_hopper.py "$to" ${FA3:+--fa3 "$FA3"} ${CUDART:+--cudart "$CUDART"} ;;
     sanitizer) $python results/sanitizer.py "$to" ;;
     *) echo "no part $part" >&2; exit 2 ;;
   esac

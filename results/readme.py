@@ -20,6 +20,7 @@ import headers  # noqa: E402
 import hopper  # noqa: E402
 import masks  # noqa: E402
 import models  # noqa: E402
+import ncu_hopper  # noqa: E402
 import varlen  # noqa: E402
 import without  # noqa: E402
 from simulated import (  # noqa: E402, F401 - by their names in PARTS
@@ -401,6 +402,11 @@ def measured_without() -> str:
     return of_each_gpu("without", without.table)
 
 
+def counters_of_hopper() -> str:
+    """What Hopper's ends are busy with, beside FlashAttention-3."""
+    return of_each_gpu("ncu_hopper", ncu_hopper.table)
+
+
 def measured_decode() -> str:
     """Decode steps."""
     return of_each_gpu("decode", decode.table)
@@ -430,7 +436,7 @@ def lessons() -> str:
 
 PARTS = ("ladder", "speed", "lessons", "host", "rungs", "results", "backward", "ratios", "long", "results16",
          "backward16", "ratios16", "measured_masks", "measured_dropout", "measured_varlen", "measured_decode",
-         "measured_without",
+         "measured_without", "counters_of_hopper",
          "measured_models", "measured_backends", "beside_libraries", "finding", "traffic", "counts",
          "conflicts", "planted_bugs", "stage_mutants", "sampled_mutants", "timelines", "backward_timelines")
 

@@ -4,6 +4,7 @@ import json
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import test_nvcc
@@ -16,8 +17,10 @@ from flash_ladder.stage import FIELDS, TAKES
 
 sys.path.insert(0, str(flash.ROOT / "results"))
 import counts  # noqa: E402
+import hopper  # noqa: E402
 import masks  # noqa: E402
 import ncu  # noqa: E402
+import ncu_hopper  # noqa: E402
 import ratios  # noqa: E402
 import readme  # noqa: E402
 
@@ -252,6 +255,40 @@ def test_the_kernels_of_a_profile_by_stage(monkeypatch):
     assert found == {"naive": ["scores_kernel", "dQ_kernel"], "recompute": ["D_kernel"]}
     with pytest.raises(ValueError, match="zip"):
         list(ncu.calls(stages[:1], "x", ["time"], shape))
+
+
+def test_counters_of_hopper(monkeypatch):
+    """The longest kernel of each contender; and what the profiler runs, here in the simulator."""
+    shapes = [hopper.Shape("large", direction, "bf16", 16, 1, 2, 2, 40, True) for direction in ("fwd", "bwd")]
+    chosen = dict(zip(shapes, ("exp2", "split_warps"), strict=True))
+    asked, marks = [], []
+
+    def launches(pattern, metrics, *command):
+        asked.extend(command)
+        for ms in (3.0, 5.0, 4.0, 2.0):      # of a stage, of FlashAttention-3, forward; then backward
+            yield ncu.MARK, {}
+            for name, share in (("prepare_kernel", 0.1), ("main_kernel", 1.0)):
+                yield name, {metric: (1e6 * ms * share, "") for metric in metrics}
+
+    monkeypatch.setattr(ncu, "launches", launches)
+    rows = ncu_hopper.profile(chosen, Path("fa3.so"), None)
+    assert [(row["direction"], row["name"], row["kernel"]) for row in rows] == [
+        (direction, name, "main_kernel") for direction, stage in (("fwd", "exp2"), ("bwd", "split_warps"))
+        for name in (stage, "fa3")]
+    lines = ncu_hopper.table({"device": "one", "date": "2030-01-02", "rows": rows}).splitlines()
+    assert len(lines) == 6
+    assert lines[2].startswith("| fwd bf16 d=16 causal B=1 H=2 N=40 | exp2 | 3000000 / 5000000 |")
+
+    for name in ("start", "stop"):
+        monkeypatch.setattr(torch.cuda.profiler, name, lambda: None)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(torch.cuda, "_sleep", marks.append)
+    monkeypatch.setattr(hopper, "BACKENDS", dict(hopper.BACKENDS))
+    what, fa3, cudart = json.loads(asked[1])
+    assert (fa3, cudart) == (str(Path("fa3.so").absolute()), "")
+    monkeypatch.setattr(sys, "argv", ["-c", json.dumps([what, "", ""])])
+    exec(asked[0].replace('"cuda")', '"cpu")'), {})
+    assert len(marks) == 2
 
 
 def test_empty_parts_are_filled(monkeypatch):
