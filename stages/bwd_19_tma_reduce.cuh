@@ -35,12 +35,12 @@
 // Changed from warp_specialized: how dQ leaves, and where its sums are.
 #pragma once
 #include "common/bulk_sums.cuh"
+#include "common/early_prepare.cuh"
 #include "common/exp2.cuh"
 #include "common/gradients.cuh"
 #include "common/launch.cuh"
 #include "common/mask.cuh"
 #include "common/mma.cuh"
-#include "common/prepare.cuh"
 #include "common/ring_rows.cuh"
 #include "common/tile16.cuh"
 #include "common/warpgroup_products.cuh"
@@ -193,7 +193,7 @@ cudaError_t launch(const BwdParams& p, cudaStream_t stream) {
   w.dQ_accum = static_cast<float*>(p.workspace);
   w.L = w.dQ_accum + rows_of_Q(p) * d;
   w.D = w.L + rows_of_Q(p);
-  prepare_kernel<<<ceil_div(rows_of_Q(p), block_rows), 256, 0, stream>>>(p, w, 1);
+  prepare(p, w, rows_of_Q(p), 1, stream);
   const size_t bytes = sizeof(ELEMENT) * (2 * (Bc + 2 * Br) * pitch + 2 * Bc * Br) +
                        sizeof(float) * (16 * warps * staged + 4 * Br) + 12 * sizeof(uint64_t);
   allow_shared_memory(backward_kernel, bytes);

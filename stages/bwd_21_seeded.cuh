@@ -214,7 +214,7 @@ cudaError_t launch(const BwdParams& p, cudaStream_t stream) {
   w.L = w.dQ_accum + rows_of_Q(p) * d;
   w.D = w.L + rows_of_Q(p);
   prepare_seeds(w, p.scale);
-  prepare_kernel<<<ceil_div(rows_of_Q(p), block_rows), 256, 0, stream>>>(p, w, 1);
+  prepare(p, w, rows_of_Q(p), 1, stream);
   const size_t bytes = sizeof(ELEMENT) * (2 * (Bc + 2 * Br) * pitch + 2 * Bc * Br) +
                        sizeof(float) * (16 * warps * staged + 4 * Br) + 12 * sizeof(uint64_t);
   allow_shared_memory(backward_kernel, bytes);

@@ -35,8 +35,7 @@
 //
 // Dropout, a sink and d_v < d, as in hopper_tuned: P is handed over with a minus where it is dropped (common/
 // drop_signed.cuh). There dS is -P D, elsewhere as before. So D is read again, and given back with the second
-// half of dO, once dS is there. At d=256 a thread spills up to 20 bytes for it (by of_lane_0(), else 48), at
-// d=192 none. With dropout it is not timed yet.
+// half of dO, once dS is there. At d=256 a thread spills up to 20 bytes for it (without of_lane_0() 48).
 //
 // HBM traffic without caches (hbm, above): of half_tiles, and parts. Changed from half_tiles: these. At d=256
 // up to 80 bytes a thread are spilled with masks that read tensors, 268 with softcap.
@@ -150,6 +149,7 @@ __global__ void __launch_bounds__(threads, 1) backward_kernel(
   peer_K_smem.init(4);
   cluster_sync();
   start_next_kernel();
+  if (!Mask::is_range) wait_for_previous_kernel();           // lists
   const Mask mask(p, b, h);
   const auto tiles = mask.query_tiles(j);
   int n = 0;                                // tiles so far
@@ -286,7 +286,7 @@ cudaError_t launch(const BwdParams& p, cudaStream_t stream) {
   w.D = w.L + rows_of_Q(p);
   prepare_seeds(w, p.scale, dropout_scale(p));
   float* dKV_parts = w.D + rows_of_Q(p);
-  prepare_kernel<<<ceil_div(rows_of_Q(p), block_rows), 256, 0, stream>>>(p, w, 1);
+  prepare(p, w, rows_of_Q(p), 1, stream);
   const size_t bytes = sizeof(ELEMENT) * (2 * (Bc + Br) * pitch + (Bc + 3 * Br) * columns + 4 * Bc * Br) +
                        sizeof(float) * 4 * Br + 21 * sizeof(uint64_t);
   allow_shared_memory(backward_kernel, bytes);

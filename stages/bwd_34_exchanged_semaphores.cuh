@@ -19,8 +19,7 @@
 //          full (H200, bf16, N=4096; make readme)
 //
 // As in semaphores (common/in_order.cuh), with one for either half of dQ's columns. The third warpgroup adds
-// from registers, a warp beside the producer counts that. d=256 takes 1.09 to 1.15 times as long (H100; with
-// fences 1.28 to 1.37), on an H200 1.05 to 1.12. Small full calls have two copies of dQ.
+// from registers, a warp beside the producer counts that: 1.05 to 1.12 times as long (H200, d=256).
 // Stays because calls with deterministic=True and d > 128 take it. HBM, dropout: as in exchanged_tuned.
 #pragma once
 #include "common/clear_unseen.cuh"
@@ -143,6 +142,7 @@ __global__ void __launch_bounds__(threads, 1) backward_kernel(
   peer_K_smem.init(4);
   cluster_sync();
   start_next_kernel();
+  if (!Mask::is_range) wait_for_previous_kernel();           // lists
   const Mask mask(p, b, h);
   const auto tiles = mask.query_tiles(j);
   int n = 0;                                // tiles so far
@@ -285,7 +285,7 @@ cudaError_t launch(const BwdParams& p, cudaStream_t stream) {
   float* dKV_parts = w.D + rows_of_Q(p);
   w.ticket = reinterpret_cast<int*>(dKV_parts + 2 * numbers_of_K(p));    // semaphores, to be set to 0
   w.zeros = 2 * dQ_copies(p) * p.B * p.H * ceil_div(p.N_q, Br) - 1;
-  prepare_kernel<<<ceil_div(rows_of_Q(p), block_rows), 256, 0, stream>>>(p, w, dQ_copies(p));
+  prepare(p, w, rows_of_Q(p), dQ_copies(p), stream);
   const size_t bytes = sizeof(ELEMENT) * (2 * (Bc + Br) * pitch + (Bc + 3 * Br) * columns + 4 * Bc * Br) +
                        sizeof(float) * 4 * Br + 28 * sizeof(uint64_t);
   allow_shared_memory(backward_kernel, bytes);

@@ -285,7 +285,7 @@ cudaError_t launch(const BwdParams& p, cudaStream_t stream) {
   float* dKV_parts = w.D + rows_of_Q(p);
   w.ticket = reinterpret_cast<int*>(dKV_parts + 2 * numbers_of_K(p));
   w.zeros = counters(p) - 1;
-  prepare_kernel<<<ceil_div(rows_of_Q(p), block_rows), 256, 0, stream>>>(p, w, 0);
+  prepare(p, w, rows_of_Q(p), 0, stream);
   const size_t bytes = sizeof(ELEMENT) * (2 * (Bc + 2 * Br) * pitch + 2 * Bc * Br) +
                        sizeof(float) * (Br * pitch * turns + 4 * Br) + 18 * sizeof(uint64_t);
   allow_shared_memory(backward_kernel, bytes);

@@ -268,7 +268,7 @@ cudaError_t launch(const BwdParams& p, cudaStream_t stream) {
   float* dKV_parts = w.D + 4 * rows_of_Q(p);
   w.ticket = reinterpret_cast<int*>(dKV_parts + 2 * numbers_of_K(p));
   w.zeros = counters(p) - 1;
-  prepare_kernel<<<ceil_div(rows_of_Q(p), block_rows), 256, 0, stream>>>(p, w, 0);
+  prepare(p, w, rows_of_Q(p), 0, stream);
   const EarlyLaunch split(ceil_div(rows_of_Q(p), 256), 256, 0, stream);
   if (!Mask::scores) cudaLaunchKernelEx(split, split_kernel, w, rows_of_Q(p));
   const size_t bytes = sizeof(ELEMENT) * (2 * (Bc + 2 * Br) * pitch + 2 * Bc * Br) +

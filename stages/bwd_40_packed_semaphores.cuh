@@ -285,7 +285,7 @@ cudaError_t launch(const BwdParams& p, cudaStream_t stream) {
   w.first_ticket = multiprocessors();
   w.zeros = tiles_of_Q(p);
   int* semaphores = w.ticket + 1;
-  prepare_kernel<<<ceil_div(rows_of_Q(p), block_rows), 256, 0, stream>>>(p, w, 1);
+  prepare(p, w, rows_of_Q(p), 1, stream);
   const size_t bytes = sizeof(ELEMENT) * (2 * (Bc + 2 * Br) * pitch + 2 * Bc * Br) +
                        sizeof(float) * (SumsOfQ::all + 4 * Br) + 20 * sizeof(uint64_t);
   allow_shared_memory(backward_kernel, bytes);

@@ -395,6 +395,48 @@ def test_checker_finds_nothing(forward, backward, name):
         for tiles in (SMALL, {name[:2]: size for name, size in SMALL_BWD.items()})]
 
 
+@pytest.mark.parametrize("first, last, N_q, N_k", [
+    (-33, 0, 200, 230), (-20, 10, 200, 64), (-20, 10, 200, 63), (10, 50, 161, 190), (-150, -90, 160, 90),
+    (-1 << 30, 3, 70, 150), (-20, 1 << 30, 130, 65)])
+def test_rows_that_see_a_key_are_those_that_are_found(first, last, N_q, N_k, tmp_path):
+    """A window says which queries see a key. A search finds the same tiles: as many bytes are read."""
+    text = (flash.STAGES / "masks" / "window.cuh").read_text()
+    (tmp_path / "searched.cuh").write_text(text.replace("has_rows = true", "has_rows = false"))
+    read, gradients = [], []
+    for file in (flash.STAGES / "masks" / "window.cuh", tmp_path / "searched.cuh"):
+        mask = flash.masks.from_file(file, ints=(first, last))
+        q, k, v = data(1, 2, 1, N_q, N_k, 16, torch.float32, "cpu")
+        o = flash.attention(q, k, v, stage="flash2", backward="recompute", mask=mask, **SMALL, **SMALL_BWD)
+        with flash.inspect() as report:
+            gradients += torch.autograd.grad(o, [q, k, v], torch.ones_like(o))
+        assert not report.findings, str(report)
+        read.append(report.hbm.read)
+    assert read[0] == read[1]
+    assert all(torch.equal(x, y) for x, y in zip(gradients[:3], gradients[3:], strict=True))
+
+
+@pytest.mark.parametrize("backward, d", [("exchanged_tuned", 136), ("exchanged_semaphores", 136),
+                                         ("hopper_tuned", 64), ("augmented", 64)])
+def test_lists_of_tiles_are_awaited(backward, d):
+    """What makes them, prepare_kernel and the stage's own kernel may all run at a time."""
+    q, k, v = data(1, 2, 1, 70, 90, d, torch.bfloat16, "cpu")
+    mask = make("document", 1, 2, 70, 90).mask
+    with flash.inspect() as report:
+        o = flash.attention(q, k, v, mask=mask, backward=backward)
+        torch.autograd.grad(o, [q, k, v], torch.ones_like(o))
+    assert not report.findings, str(report)
+
+
+def test_a_window_asks_for_no_tile_past_the_last_row():
+    """Where tiles end with the last row; what is added to dQ there would be another head's."""
+    q, k, v = data(1, 2, 1, 128, 300, 64, torch.bfloat16, "cpu")
+    mask = flash.masks.from_file(flash.STAGES / "masks" / "window.cuh", ints=(100, 172))
+    with flash.inspect() as report:
+        o = flash.attention(q, k, v, mask=mask, backward="tma_reduce")
+        torch.autograd.grad(o, [q, k, v], torch.ones_like(o))
+    assert not report.findings, str(report)
+
+
 @pytest.mark.parametrize("sizes", [(2, 4, 75, 101), (1, 2, 200, 130)], ids=str)
 @pytest.mark.parametrize("name", NAMES)
 def test_tiles(name, sizes):

@@ -1,6 +1,7 @@
 // What the 16-bit backward stages do before their main kernel. Introduced by: backward stage 11, cp_async.
 #pragma once
 #include "exp2.cuh"
+#include "mask.cuh"
 #include "mma.cuh"
 #include "sequences.cuh"
 #include "warp.cuh"
@@ -33,8 +34,7 @@ __global__ void __launch_bounds__(256) prepare_kernel(BwdParams p, Workspace to,
   float sum = 0.f;
   if (row < p.N_q && col < d_v) {
     __align__(16) ELEMENT O[8], dO[8];
-    *reinterpret_cast<uint4*>(O) =
-        *reinterpret_cast<const uint4*>(p.O.head(b, h) + row * p.O.stride_n + col);
+    *reinterpret_cast<uint4*>(O) = *reinterpret_cast<const uint4*>(p.O.head(b, h) + row * p.O.stride_n + col);
     *reinterpret_cast<uint4*>(dO) =
         *reinterpret_cast<const uint4*>(p.dO.head(b, h) + row * p.dO.stride_n + col);
     for (int e = 0; e < 8; e++) sum += float(dO[e]) * float(O[e]);       // line 4
@@ -51,4 +51,5 @@ __global__ void __launch_bounds__(256) prepare_kernel(BwdParams p, Workspace to,
   if (SINK && inside) p.dsink[(int64_t)bh * all_rows_of_L(p) + row] = -expf(p.sink[h] - L_row) * sum;
   to.L[padded_row] = to.times_L * (LOG2_E * L_row);
   to.D[padded_row] = L_row == -INFINITY ? 0.f : to.times_D * sum;      // no key seen: dL may be infinite
+  if (!Mask::is_range) wait_for_previous_kernel();
 }

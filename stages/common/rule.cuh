@@ -46,11 +46,12 @@ struct Tile { int row, end_row, col, end_col; };      // up to, but not includin
 // sees(row, col): does the query of `row` see the key of `col`? Which tiles are skipped and which are cut is
 // found by asking for each of their elements, before the stage's kernel runs: tile_lists.cuh.
 struct AnyKeys {
-  static constexpr bool is_range = false, from_0 = false, all_keys = false;
+  static constexpr bool is_range = false, from_0 = false, all_keys = false, has_rows = false;
   // It may know that only keys from first_key(row) to end_key(row) - 1 are worth asking for: see KeyRange.
   __device__ int first_key(int row) const { return 0; }
   __device__ int end_key(int row) const { return INT_MAX; }
   __device__ int first_row(int col) const { return 0; }
+  __device__ int end_row(int col) const { return INT_MAX; }
 
   // What a tile is, if it can tell sooner. All lanes of a warp call it together.
   __device__ TileKind kind(const Tile& tile) const { return ASK; }
@@ -65,14 +66,18 @@ struct AnyKeys {
 // Each row sees the keys from first_key(row) up to, but not including, end_key(row); neither gets smaller
 // from a row to the next. So tiles are found by looking at a tile's first and last row. Any row may be asked
 // for, and any number may come out, below 0 or past the last key, too.
+//
+// Which rows see a key is searched for, unless it has_rows: then first_row(col) is the first one, and
+// end_row(col) the one after the last.
 struct KeyRange : AnyKeys {
   static constexpr bool is_range = true;
   __device__ bool sees(int row, int col) const { return true; }
 };
 
-// A KeyRange whose first_key is always 0. It has first_row(col), the first row that sees a key.
+// A KeyRange whose first_key is always 0. It has first_row(col), the first row that sees a key; so do all
+// later ones.
 struct KeysFrom0 : KeyRange {
-  static constexpr bool from_0 = true;
+  static constexpr bool from_0 = true, has_rows = true;
 };
 
 // All of them; for masks that change scores alone, too
@@ -123,7 +128,7 @@ __device__ Extent<T> extent_of(const T* ids, int64_t stride, int first, int end)
 template <class A, class B, int tensors, int ints, int floats>
 struct And {
   static constexpr bool is_range = A::is_range && B::is_range, from_0 = A::from_0 && B::from_0;
-  static constexpr bool all_keys = A::all_keys && B::all_keys;
+  static constexpr bool all_keys = A::all_keys && B::all_keys, has_rows = A::has_rows && B::has_rows;
   static constexpr bool scores = A::scores || B::scores, has_gradient = A::has_gradient || B::has_gradient;
   A a;
   B b;
@@ -139,6 +144,7 @@ struct And {
   }
   __device__ int end_key(int row) const { return min(a.end_key(row), b.end_key(row)); }
   __device__ int first_row(int col) const { return max(a.first_row(col), b.first_row(col)); }
+  __device__ int end_row(int col) const { return min(a.end_row(col), b.end_row(col)); }
   __device__ int first_key(int row) const { return max(a.first_key(row), b.first_key(row)); }
 
   __device__ float score(float x, int row, int col) const { return b.score(a.score(x, row, col), row, col); }

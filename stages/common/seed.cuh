@@ -2,7 +2,7 @@
 #pragma once
 #include "exp2.cuh"
 #include "mask.cuh"
-#include "prepare.cuh"
+#include "early_prepare.cuh"
 #include "warpgroup_products.cuh"
 
 // --- c, and how a row of statistics becomes an accumulator

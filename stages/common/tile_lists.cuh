@@ -4,6 +4,7 @@
 // They are made before the stage's own kernel. If the rule has no kind(), each element of a tile is asked for
 // once, as long as that can tell anything: some 1 / d of the work on a tile. It cannot disagree with sees().
 #pragma once
+#include "ptx.cuh"
 
 // A list is two numbers, how many of its tiles are whole and how many it has in all, and room for all that
 // there can be. First come the lists of the tiles of Q, then those of the tiles of K and V.
@@ -49,6 +50,7 @@ __global__ void __launch_bounds__(list_threads) list_kernel(Params p, int lists)
   const int list_of = blockIdx.x % lists, head = blockIdx.x / lists;
   const bool of_Q = list_of < Tr;
   const int b = head / p.mask.H, h = head % p.mask.H, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  start_next_kernel();                      // one that waits for this one, before it ends
   const M mask(p, b, h);
   const int tiles = of_Q ? Tc : Tr, fixed = of_Q ? list_of : list_of - Tr;
   int* list = p.mask.lists + head * numbers_of_lists(p.N_q, p.N_k);
