@@ -205,11 +205,14 @@ std::shared_ptr<const Past> common_knowledge(const Fiber* first, size_t count) {
   common->elsewhere.clear();
   auto least = [&](std::vector<uint32_t> Past::*times) {
     auto& all = (*common).*times;
-    for (size_t i = 0; i < all.size(); i++) {
-      uint32_t smallest = ~0u;
-      for (auto& [past, only] : pasts)
-        if (only != int(i)) smallest = std::min(smallest, time_of(past->*times, i));
-      all[i] = smallest;
+    std::fill(all.begin(), all.end(), ~0u);
+    for (auto& [past, only] : pasts) {             // one after the other: their times lie side by side
+      const auto& those = past->*times;
+      const size_t known = std::min(those.size(), all.size()), own = size_t(only);
+      const uint32_t others_know = own < all.size() ? all[own] : 0;
+      for (size_t i = 0; i < known; i++) all[i] = std::min(all[i], those[i]);
+      std::fill(all.begin() + known, all.end(), 0);
+      if (own < all.size()) all[own] = others_know;
     }
   };
   if (pasts.size() > 1) {
