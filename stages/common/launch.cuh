@@ -33,7 +33,7 @@ struct EarlyLaunch {
   cudaLaunchAttribute attribute = {};
   cudaLaunchConfig_t config = {};
 
-  EarlyLaunch(dim3 blocks, dim3 threads, size_t bytes, cudaStream_t stream, bool early = true) {
+  EarlyLaunch(int blocks, dim3 threads, size_t bytes, cudaStream_t stream, bool early = true) {
     attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
     attribute.val.programmaticStreamSerializationAllowed = 1;
     config.gridDim = blocks;

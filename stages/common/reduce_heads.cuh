@@ -7,11 +7,11 @@
 
 // dKV_parts: dK, then dV, each (B, H, N_k, d). Sums over the query heads of a key head, in their order. It
 // may start early, beside convert_dQ_kernel, which has waited for the kernel that makes the parts. As
-// convert_dQ_kernel may still run, it is waited for at the end: who comes next finds all of it done. Half of
-// the blocks make dK, the others dV.
+// convert_dQ_kernel may still run, it is waited for at the end: who comes next finds all of it done. The
+// first half of the blocks makes dK, the others dV.
 __global__ void __launch_bounds__(256) reduce_heads_kernel(BwdParams p, const float* dKV_parts) {
-  const int blocks = ceil_div(all_rows_of_K(p), block_rows), bh = blockIdx.x / blocks;
-  const int b = bh / p.H_kv, h_kv = bh % p.H_kv, group = p.H / p.H_kv;
+  const int half = gridDim.x / 2, blocks = ceil_div(all_rows_of_K(p), block_rows);
+  const int bh = blockIdx.x % half / blocks, b = bh / p.H_kv, h_kv = bh % p.H_kv, group = p.H / p.H_kv;
   const int row = blockIdx.x % blocks * block_rows + threadIdx.x / row_threads;
   const int col = threadIdx.x % row_threads * 8;
   if (row >= all_rows_of_K(p)) return;
@@ -31,9 +31,8 @@ __global__ void __launch_bounds__(256) reduce_heads_kernel(BwdParams p, const fl
     }
     store8(out.head(b, h_kv), row * out.stride_n + col, sum, scale);
   };
-  const int64_t numbers = (int64_t)p.B * p.H * all_rows_of_K(p) * HEAD_DIM;
-  if (blockIdx.y == 0) add_up(dKV_parts, p.dK, p.scale, HEAD_DIM);
-  else add_up(dKV_parts + numbers, p.dV, dropout_scale(p), d_v);
+  if (blockIdx.x / half == 0) add_up(dKV_parts, p.dK, p.scale, HEAD_DIM);
+  else add_up(dKV_parts + (int64_t)p.B * p.H * all_rows_of_K(p) * HEAD_DIM, p.dV, dropout_scale(p), d_v);
   wait_for_previous_kernel();
 }
 
@@ -41,7 +40,7 @@ __global__ void __launch_bounds__(256) reduce_heads_kernel(BwdParams p, const fl
 inline void reduce_heads(BwdParams p, const float* dKV_parts, int heads, cudaStream_t stream,
                          bool early = true) {
   p.H = heads;
-  const dim3 blocks(p.B * p.H_kv * ceil_div(all_rows_of_K(p), block_rows), 2);
+  const int blocks = 2 * p.B * p.H_kv * ceil_div(all_rows_of_K(p), block_rows);
   if (heads > p.H_kv)
     cudaLaunchKernelEx(EarlyLaunch(blocks, 256, 0, stream, early), reduce_heads_kernel, p, dKV_parts);
 }
