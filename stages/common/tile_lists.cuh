@@ -4,7 +4,6 @@
 // They are made before the stage's own kernel. If the rule has no kind(), each element of a tile is asked for
 // once, as long as that can tell anything: some 1 / d of the work on a tile. It cannot disagree with sees().
 #pragma once
-#include "ptx.cuh"
 
 // A list is two numbers, how many of its tiles are whole and how many it has in all, and room for all that
 // there can be. First come the lists of the tiles of Q, then those of the tiles of K and V.
