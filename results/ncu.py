@@ -88,6 +88,17 @@ def launches(pattern: str, metrics: Collection[str], *command: str) -> Iterator[
         yield name[0], {metric: (float(row[metric].replace(",", "")), units[metric]) for metric in metrics}
 
 
+def by_call(pattern: str, metrics: Collection[str], *command: str) -> list[list[tuple[str, dict]]]:
+    """The same for each call, before which the command has launched MARK."""
+    found: list[list[tuple[str, dict]]] = []
+    for kernel, measured in launches(f"{pattern}|^{MARK}$", metrics, *command):
+        if kernel == MARK:
+            found.append([])
+        else:
+            found[-1].append((kernel, measured))
+    return found
+
+
 def own_type(stage) -> str:
     """In which a flash.Stage is profiled."""
     import torch
@@ -100,13 +111,7 @@ def calls(stages: Iterable, pattern: str, metrics: Collection[str], shape: dict)
     stages = list(stages)
     what = [(stage.name, stage.direction, own_type(stage), shape["causal"], *(shape[x] for x in "BHNd"))
             for stage in stages]
-    found: list[list[tuple[str, dict]]] = []
-    for kernel, measured in launches(f"{pattern}|^{MARK}$", metrics, ONE_CALL_EACH, json.dumps(what)):
-        if kernel == MARK:
-            found.append([])
-        else:
-            found[-1].append((kernel, measured))
-    return zip(stages, found, strict=True)
+    return zip(stages, by_call(pattern, metrics, ONE_CALL_EACH, json.dumps(what)), strict=True)
 
 
 def profile(stages: Iterable) -> list[dict]:

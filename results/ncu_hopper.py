@@ -33,9 +33,10 @@ N, FA3 = 4096, "fa3"
 KERNELS = "forward_kernel|backward_kernel|device_kernel"       # the last one: FlashAttention-3's
 ONE_CALL_EACH = """
 import json, sys, torch, hopper
+from pathlib import Path
 from decode import load_fa3
 shapes, fa3, cudart = json.loads(sys.argv[1])
-fa3 = load_fa3(hopper.Path(fa3), hopper.Path(cudart)) if fa3 else None
+fa3 = load_fa3(Path(fa3), Path(cudart)) if fa3 else None
 hopper.BACKENDS.clear()      # no other library
 for shape, stage in shapes:
     shape = hopper.Shape(**shape)
@@ -55,14 +56,8 @@ def profile(chosen: dict, fa3: Path | None, cudart: Path | None) -> list[dict]:
     """A row for each contender of each hopper.Shape; chosen: the shapes' stages."""
     what = [(dataclasses.asdict(shape), stage) for shape, stage in chosen.items()]
     names = [(shape, name) for shape, stage in chosen.items() for name in [stage, *[FA3] * bool(fa3)]]
-    found: list[list[tuple[str, dict]]] = []
     paths = [str(path.absolute()) if path else "" for path in (fa3, cudart)]
-    asked = json.dumps([what, *paths])
-    for kernel, measured in ncu.launches(f"{KERNELS}|^{ncu.MARK}$", METRICS, ONE_CALL_EACH, asked):
-        if kernel == ncu.MARK:
-            found.append([])
-        else:
-            found[-1].append((kernel, measured))
+    found = ncu.by_call(KERNELS, METRICS, ONE_CALL_EACH, json.dumps([what, *paths]))
     rows = []
     for (shape, name), kernels in zip(names, found, strict=True):
         kernel, measured = max(kernels, key=lambda each: each[1]["gpu__time_duration.sum"][0])

@@ -18,8 +18,8 @@
 // measured: 0.96x at d=64 causal, 0.96x full, 0.92x at d=128 causal, 0.94x full, 0.91x at d=256 causal, 0.93x
 //          full (H200, bf16, N=4096; make readme)
 //
-// As in semaphores (common/in_order.cuh), with one for either half of dQ's columns. The third warpgroup adds
-// from registers, a warp beside the producer counts that: 1.05 to 1.12 times as long (H200, d=256).
+// As in semaphores (common/in_order.cuh), one for either half of dQ's columns. The third warpgroup adds from
+// registers, a warp beside counts: 1.05 to 1.12 times as long (H200). Small full calls have two copies of dQ.
 // Stays because calls with deterministic=True and d > 128 take it. HBM, dropout: as in exchanged_tuned.
 #pragma once
 #include "common/clear_unseen.cuh"

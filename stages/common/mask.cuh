@@ -182,7 +182,7 @@ struct Mask {
       return TileRange{max(rule.first_row(j * BLOCK_C), 0) / BLOCK_R, 0, Tr};
     } else if constexpr (Rule::has_rows) {
       const int first_row = rule.first_row(j * BLOCK_C), end_col = (j + 1) * BLOCK_C;
-      const int end_row = min(end_col > N_k ? N_q : rule.end_row(end_col - 1), N_q);
+      const int end_row = min(end_col > N_k ? N_q : rule.end_row(end_col - 1), N_q);   // as key_tiles()
       return TileRange{max(first_row, 0) / BLOCK_R, 0, ceil_div(max(end_row, 0), BLOCK_R)};
     } else {
       const int first_i = first_tile(Tr, [&](int i) { return seen_by((i + 1) * BLOCK_R - 1) > j * BLOCK_C; });

@@ -51,5 +51,5 @@ __global__ void __launch_bounds__(256) prepare_kernel(BwdParams p, Workspace to,
   if (SINK && inside) p.dsink[(int64_t)bh * all_rows_of_L(p) + row] = -expf(p.sink[h] - L_row) * sum;
   to.L[padded_row] = to.times_L * (LOG2_E * L_row);
   to.D[padded_row] = L_row == -INFINITY ? 0.f : to.times_D * sum;      // no key seen: dL may be infinite
-  if (!Mask::is_range) wait_for_previous_kernel();
+  if (!Mask::is_range) wait_for_previous_kernel();                     // lists of tiles: early_prepare.cuh
 }

@@ -1,8 +1,8 @@
 // Accumulators that start from statistics. Introduced by: backward stage 21, seeded.
 #pragma once
+#include "early_prepare.cuh"
 #include "exp2.cuh"
 #include "mask.cuh"
-#include "early_prepare.cuh"
 #include "warpgroup_products.cuh"
 
 // --- c, and how a row of statistics becomes an accumulator
