@@ -100,6 +100,10 @@
 //                                            two dimensions ends where a sequence does
 //   stages/bwd_40_packed_semaphores.cuh      packed sequences with the same bits in each run: sums of dQ in
 //                                            the order of keys, by semaphores
+//   stages/bwd_41_exchanged_group.cuh        (after exchanged_tuned) a cluster has all query heads of a tile
+//                                            of K and V, then the next tile
+//   stages/bwd_42_exchanged_stream_k.cuh     stream-K: steps are divided evenly among clusters, wherever a
+//                                            tile of K and V ends
 // The lines at a stage's start, and the two functions that it defines, are those of a forward stage.
 #include <cuda_runtime.h>
 #include <math.h>

@@ -9,6 +9,7 @@ import ctypes
 import hashlib
 import json
 import os
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -132,7 +133,7 @@ def file_of(text: str) -> Path:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         if not file.is_file() or file.read_text() != source:
-            part = file.with_suffix(f".{os.getpid()}")
+            part = file.with_suffix(f".{os.getpid()}-{threading.get_ident()}")
             part.write_text(source)
             part.replace(file)
     except OSError as error:

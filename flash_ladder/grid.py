@@ -36,7 +36,7 @@ THIN = [GRID[n] for n in (4, 6, 9)]
 # Side branches, for d > 128: they take what rungs in the middle take.
 # test_backward.py, test_hopper.py and test_masks.py have more of them.
 SIDE_BRANCH = ("consumer_roles", "exchanged_ds", "half_tiles", "exchanged_tuned",        # of the backward
-               "exchanged_semaphores")
+               "exchanged_semaphores", "exchanged_group", "exchanged_stream_k")
 MULTICAST = ("multicast", "multicast_tuned")       # of the forward
 # Of the backward, for d <= 64, as with more their products are serialised: a side branch, too
 UP_TO_64 = ("transposed_dq", "next_keys")

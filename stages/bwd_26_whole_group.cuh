@@ -54,9 +54,9 @@
 #include "common/mma.cuh"
 #include "common/order.cuh"
 #include "common/pairs.cuh"
-#include "common/reduce_heads.cuh"
 #include "common/ring_rows.cuh"
 #include "common/seed.cuh"
+#include "common/store_parts.cuh"
 #include "common/tile16.cuh"
 
 constexpr int d = HEAD_DIM;

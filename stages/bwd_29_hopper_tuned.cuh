@@ -63,9 +63,9 @@
 #include "common/mask.cuh"
 #include "common/mma.cuh"
 #include "common/pairs.cuh"
-#include "common/reduce_heads.cuh"
 #include "common/ring_rows.cuh"
 #include "common/seed.cuh"
+#include "common/store_parts.cuh"
 #include "common/store_staged.cuh"
 #include "common/tile16.cuh"
 

@@ -49,7 +49,7 @@
 #include "common/mask.cuh"
 #include "common/mma.cuh"
 #include "common/pairs.cuh"
-#include "common/reduce_heads.cuh"
+#include "common/store_parts.cuh"
 #include "common/store_staged.cuh"
 #include "common/tile16.cuh"
 

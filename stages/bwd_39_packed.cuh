@@ -55,9 +55,9 @@
 #include "common/mma.cuh"
 #include "common/packed_items.cuh"
 #include "common/pairs.cuh"
-#include "common/reduce_heads.cuh"
 #include "common/ring_rows.cuh"
 #include "common/seed.cuh"
+#include "common/store_parts.cuh"
 #include "common/store_staged.cuh"
 #include "common/tile16.cuh"
 

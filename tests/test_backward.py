@@ -437,6 +437,50 @@ def test_copies_of_dq(stage, d, diagonal, monkeypatch, device, tmp_path, scratch
         assert not report.findings, report
 
 
+def unequal_units(N_q, N_k):
+    """A few keys that all see, many that some see, and at the end tiles of keys that nobody sees."""
+    rows, keys = torch.arange(N_q)[:, None], torch.arange(N_k)
+    return (keys < 20) | (rows > 100) & (keys < 300) & (keys > 150) | (rows < 9) & (keys == 700)
+
+
+@pytest.mark.parametrize("stage, d, kind", [
+    ("exchanged_group", 64, "list"), ("exchanged_stream_k", 64, "list"),
+    ("exchanged_stream_k", 136, "causal"), ("exchanged_stream_k", 72, "dropout")])
+def test_clusters_share_steps(stage, d, kind, monkeypatch, device, tmp_path):
+    """Of units that are unequal, some of them empty; also if there are more clusters than steps. dK and dV
+    have the same bits each time."""
+    N_q, N_k = 150, 900 if kind == "list" else 270
+    q, k, v = (x.requires_grad_() for x in random_qkv(1, 4, 2, N_q, N_k, d, device, torch.float16))
+    given = {"list": {"mask": flash.masks.boolean(unequal_units(N_q, N_k).to(device))},
+             "causal": {"causal": True}, "dropout": {"dropout_p": 0.2, "causal": True}}[kind]
+    text, asked = BY_NAME[stage].path.read_text(), "ceil_div(multiprocessors(), 2)"
+    assert text.count(asked) == 1 and text.count("+ clusters();") == (stage == "exchanged_stream_k")
+    mine = tmp_path / "mine.cuh"            # a plan keeps the size of its workspace
+    mine.write_text(text.replace(asked, 'atoi(getenv("CLUSTERS"))').replace("+ clusters();", "+ 40;"))
+    do = torch.randn_like(q)
+
+    def gradients(backward):
+        torch.manual_seed(7)
+        o = flash.attention(q, k, v, backward=backward, **given)
+        return torch.autograd.grad(o, (q, k, v), do)
+
+    expected = gradients("exchanged_tuned")
+    for clusters in (3,) if stage == "exchanged_group" else (1, 5, 40):
+        monkeypatch.setenv("CLUSTERS", str(clusters))
+        found = []
+        for seed, copies in enumerate(("late", "early", "random") if clusters == 5 else ("random",)):
+            monkeypatch.setenv("FLASH_SIM_SEED", str(seed))
+            monkeypatch.setenv("FLASH_SIM_COPIES", copies)
+            found.append(gradients(mine))
+            assert_equal(found[-1][1:], found[0][1:])
+        for ours, theirs in zip(found[0], expected, strict=True):
+            assert max_error(ours, theirs.double()) < 2e-3 * theirs.abs().max().item(), clusters
+        if device == "cpu" and clusters == 5:
+            with flash.inspect() as report:
+                gradients(mine)
+            assert not report.findings, report
+
+
 @pytest.mark.parametrize("asked", ["window", "documents", "dropout"])
 def test_copies_of_dq_under_a_mask(asked, monkeypatch, device, tmp_path):
     """Of some tiles of dQ nobody adds to one of the copies, which is not read."""

@@ -4,7 +4,9 @@ import itertools
 import math
 import os
 import re
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -501,6 +503,18 @@ def test_explain(monkeypatch):
     monkeypatch.setattr("flash_ladder.explain.MOST_SCORES", N_q * N_k - 1)
     one = flash.explain(q, k, v, mask=M.window(20, 7), **PAIR).forward
     assert one.of_mask is None and one.flops == 4 * B * H * N_q * N_k * d
+
+
+def test_threads_write_one_combination(monkeypatch, tmp_path):
+    """At once, the first time."""
+    monkeypatch.setenv("FLASH_BUILD_DIR", str(tmp_path))
+    both = threading.Barrier(2, timeout=10)
+    write = Path.write_text
+    monkeypatch.setattr(Path, "write_text", lambda file, text: (write(file, text), both.wait()))
+    visible = (M.window(3, 0) & M.softcap(9.0)).bind(*qkv()[:2])
+    with ThreadPoolExecutor(2) as pool:
+        files = list(pool.map(lambda _: plan.mask_file(visible), range(2)))
+    assert files[0] == files[1] and list((tmp_path / "masks").iterdir()) == files[:1]
 
 
 def test_the_cases_of_the_grid_are_in_reach():

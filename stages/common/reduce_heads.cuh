@@ -5,44 +5,55 @@
 #include "gradients.cuh"
 #include "launch.cuh"
 
-// dKV_parts: dK, then dV, each (B, H, N_k, d). Sums over the query heads of a key head, in their order. It
-// may start early, beside convert_dQ_kernel, which has waited for the kernel that makes the parts. As
-// convert_dQ_kernel may still run, it is waited for at the end: who comes next finds all of it done. The
-// first half of the blocks makes dK, the others dV.
-__global__ void __launch_bounds__(256) reduce_heads_kernel(BwdParams p, const float* dKV_parts) {
-  const int half = gridDim.x / 2, blocks = ceil_div(all_rows_of_K(p), block_rows);
-  const int bh = blockIdx.x % half / blocks, b = bh / p.H_kv, h_kv = bh % p.H_kv, group = p.H / p.H_kv;
+// Parts of dK, `all` of them, then those of dV: each (`rows`, d), of so many rows of a head
+struct Parts {
+  float* parts;
+  int all, rows;
+  int2* of_tile = nullptr;                  // for each tile of so many rows the first and the last one; or
+};                                          // all tiles have as many, in the order of heads
+
+// Adds them up, in their order. It may start early, beside convert_dQ_kernel, which has waited for the kernel
+// that makes the parts. As convert_dQ_kernel may still run, it is waited for at the end: who comes next finds
+// all of it done. The first half of the blocks makes dK, the others dV.
+__global__ void __launch_bounds__(256) reduce_heads_kernel(BwdParams p, Parts parts) {
+  const int N = all_rows_of_K(p), half = gridDim.x / 2, blocks = ceil_div(N, block_rows);
+  const int bh = blockIdx.x % half / blocks, is_dV = blockIdx.x / half;
   const int row = blockIdx.x % blocks * block_rows + threadIdx.x / row_threads;
   const int col = threadIdx.x % row_threads * 8;
-  if (row >= all_rows_of_K(p)) return;
-  auto add_up = [&](const float* parts, const Tensor& out, float scale, int columns) {
-    if (col >= columns) return;
+  if (row >= N) return;
+  if (col < (is_dV ? d_v : HEAD_DIM)) {
+    const int tiles = ceil_div(N, parts.rows), tile = bh * tiles + row / parts.rows;
+    const int each = parts.all / (p.B * p.H_kv * tiles);
+    const int2 its = parts.of_tile ? parts.of_tile[tile] : make_int2(tile * each, (tile + 1) * each - 1);
+    const int64_t numbers = (int64_t)parts.rows * HEAD_DIM;              // of a part
+    const float* first = parts.parts + is_dV * parts.all * numbers + row % parts.rows * HEAD_DIM + col;
     float sum[8] = {};
     #pragma unroll 4                        // their loads overlap
-    for (int h = 0; h < group; h++) {
-      const float* from = parts + (((int64_t)bh * group + h) * all_rows_of_K(p) + row) * HEAD_DIM + col;
+    for (int n = its.x; n <= its.y; n++) {
       for (int e = 0; e < 8; e += 4) {
-        const float4 x = *reinterpret_cast<const float4*>(from + e);
+        const float4 x = *reinterpret_cast<const float4*>(first + n * numbers + e);
         sum[e] += x.x;
         sum[e + 1] += x.y;
         sum[e + 2] += x.z;
         sum[e + 3] += x.w;
       }
     }
-    store8(out.head(b, h_kv), row * out.stride_n + col, sum, scale);
-  };
-  if (blockIdx.x / half == 0) add_up(dKV_parts, p.dK, p.scale, HEAD_DIM);
-  else add_up(dKV_parts + (int64_t)p.B * p.H * all_rows_of_K(p) * HEAD_DIM, p.dV, dropout_scale(p), d_v);
+    const Tensor out = is_dV ? p.dV : p.dK;
+    store8(out.head(bh / p.H_kv, bh % p.H_kv), row * out.stride_n + col, sum,
+           is_dV ? dropout_scale(p) : p.scale);
+  }
   wait_for_previous_kernel();
 }
 
-// Launches it, for parts of `heads` heads in each batch element; none if dK and dV have as many
-inline void reduce_heads(BwdParams p, const float* dKV_parts, int heads, cudaStream_t stream,
-                         bool early = true) {
-  p.H = heads;
+inline void reduce_parts(const BwdParams& p, const Parts& parts, cudaStream_t stream, bool early = true) {
   const int blocks = 2 * p.B * p.H_kv * ceil_div(all_rows_of_K(p), block_rows);
-  if (heads > p.H_kv)
-    cudaLaunchKernelEx(EarlyLaunch(blocks, 256, 0, stream, early), reduce_heads_kernel, p, dKV_parts);
+  cudaLaunchKernelEx(EarlyLaunch(blocks, 256, 0, stream, early), reduce_heads_kernel, p, parts);
+}
+
+// Of `heads` heads in each batch element a part each; nothing to do if dK and dV have as many
+inline void reduce_heads(const BwdParams& p, float* dKV_parts, int heads, cudaStream_t stream,
+                         bool early = true) {
+  if (heads > p.H_kv) reduce_parts(p, {dKV_parts, p.B * heads, all_rows_of_K(p)}, stream, early);
 }
 
 // Store this warp's 16 rows of an accumulator to a part of `rows` rows: rows from first_row on. The
@@ -61,16 +72,4 @@ __device__ __forceinline__ void store_part(float* part, const float (&acc)[n_til
             make_float2(acc[n][2 * r], acc[n][2 * r + 1]);
     }
   }
-}
-
-// dK and dV of a block that has block_heads query heads, bh the last one: to their parts in dKV_parts
-template <int n_tiles>
-__device__ __forceinline__ void store_parts(const BwdParams& p, float* dKV_parts, int bh, int block_heads,
-                                            const float (&dK)[n_tiles][4], const float (&dV)[n_tiles][4],
-                                            int first_row, int first_col, int from_col) {
-  const int64_t numbers = (int64_t)all_rows_of_K(p) * HEAD_DIM;
-  float* dK_part = dKV_parts + bh / block_heads * numbers;
-  float* dV_part = dK_part + p.B * p.H / block_heads * numbers;
-  store_part(dK_part, dK, first_row, p.N_k, first_col, from_col, HEAD_DIM);
-  store_part(dV_part, dV, first_row, p.N_k, first_col, from_col, d_v);
 }

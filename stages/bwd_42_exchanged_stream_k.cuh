@@ -1,0 +1,298 @@
+// Backward stage 42: exchanged_stream_k
+// idea:    stream-K: steps are divided evenly among clusters, wherever a tile of K and V ends
+// types:   fp16, bf16
+// needs:   sm_90a
+// after:   exchanged_group
+// default: sm_90a if d > 128 and H > H_kv and B * H * N_q <= 32768 and N_q <= 2048
+// deterministic: no
+// takes:   dropout, sink, d_v
+// tiles:   Br=64 Bc=128
+// limits:  Br in (64,); Bc in (128,)
+// shared:  (2 * Bc + 4 * Br) * ((d + 63) // 64 * 64) + 64 * (Bc + 6 * Br) * ((d + 127) // 128) +
+//          4 * Bc * Br + 16 * Br + 168
+// workspace: dQ_accum, L, D, parts of dK and dV, and which ones a tile has
+// hbm:     B * H_kv * (N_k * (17 * d + min(d, 64) * (ceil_div(d, 64) % 2)) + 8 * d * Tc * Bc) +
+//          (ceil_div(multiprocessors, 2) - 1) * (8 * d * Bc + min(N_k, Bc) * (13 * d + min(d, 64) *
+//          (ceil_div(d, 64) % 2))) + B * H * (
+//          N_q * (10 * d + 4 + 4 * Tc * (2 * d + min(d, 64) * (ceil_div(d, 64) % 2))) +
+//          Tr * Br * (8 * Tc * (d + 2) + 4 * d + 8))
+// predicted: 1.15x exchanged_tuned with block_causal, B=2 H=8 H_kv=1 N=1024 d=256
+//
+// A call ends with its last cluster. With block_causal, B=2 H=8 H_kv=1 N=1024, exchanged_tuned has 128
+// clusters for 66 places, and most have 16 steps: 32 steps one after the other, for the work of 27.
+// exchanged_group has 16 units, some of 128 steps. So here all units lie one after the other, and their steps
+// are divided evenly (common/shares.cuh). Of three units and four clusters:
+//
+//   unit      |         0          |       1       |    2    |
+//   cluster   |     0     |     1      |     2     |    3    |
+//
+// That is stream-K (Osama, Merrill, Cecka, Garland, Owens, arXiv 2301.03598), as in forward stage 32, but of
+// unequal tiles: each cluster asks the mask for the steps of all units, before all else. A unit that is cut
+// has parts of dK and dV: in all as many as units and clusters, 82 in the place of 128.
+//
+// Of exchanged_tuned's speed (H200, bf16, d=256; block_causal 1.12, 110.7 -> 98.5 us):
+//
+//   B, H, H_kv, N    2, 8, 1, 1024    4, 8, 2, 1024    2, 8, 2, 2048    1, 8, 2, 4096    8, 8, 2, 2048
+//   causal, full     1.17, 1.15       1.09, 1.15       1.03, 1.07       0.98, 0.86       0.80, 0.71
+//
+// Stays because it is for grouped heads in small calls. In larger ones clusters are all over the call, and L2
+// does not hold Q, dO and dQ of all heads. (With a launch for each few heads 1.01, but 1.05 in the second.)
+//
+// HBM traffic without caches (hbm, above): of exchanged_group, and for each further cluster, at most, K and V
+// of a tile once more, and a part. Changed from exchanged_group: this.
+#pragma once
+#include "common/clear_unseen.cuh"
+#include "common/cluster.cuh"
+#include "common/drop_signed.cuh"
+#include "common/exp2.cuh"
+#include "common/gradients.cuh"
+#include "common/hand_over.cuh"
+#include "common/launch.cuh"
+#include "common/mask.cuh"
+#include "common/mma.cuh"
+#include "common/pairs.cuh"
+#include "common/ring_parts.cuh"
+#include "common/ring_rows.cuh"
+#include "common/seed.cuh"
+#include "common/shares.cuh"
+#include "common/tile16.cuh"
+
+constexpr int d = HEAD_DIM;
+constexpr int Br = BLOCK_R, Bc = BLOCK_C / 2;      // Bc: of a block, as a cluster of two has BLOCK_C
+constexpr int pitch = panel * panels;              // elements in shared memory for a row of a tile
+constexpr int columns = (panels + 1) / 2 * panel;  // of dV and dK in an accumulator: one has the first half,
+constexpr int second = pitch - columns;            // one those from here on: maybe some of the first's, too
+constexpr int first_steps = (width < columns ? width : columns) / 16;    // of 16 columns, in the first half
+constexpr int threads = 512;                       // three warpgroups of consumers; and the producer's
+constexpr int producer_registers = 24, dQ_registers = 104, consumer_registers = 192;
+
+// The second warpgroup's dP^T = V_j dO_i^T, by the halves of dO_i as they come
+__device__ __forceinline__ void multiply_dP(float (&dP_reg)[Br / 8][4], uint32_t V_tile,
+                                            const PartRing<3, Br, columns>& dO_smem, unsigned n) {
+  const uint32_t dO_tile = matrix_at<2>(dO_smem.tiles), more = (columns - second) * Br / 8;
+  wgmma_QK<first_steps>(dP_reg, V_tile, Bc, dO_tile + dO_smem.offset(2 * n), true);
+  dO_smem.wait_until_full(2 * n + 1);
+  if constexpr (width > columns)            // of the second half, what is not in the first
+    wgmma_QK<width / 16 - first_steps>(dP_reg, V_tile + columns * Bc / 8, Bc,
+                                       dO_tile + dO_smem.offset(2 * n + 1) + more, true);
+}
+
+// The third warpgroup's part, line 15: dQ_i += dS_ij K_j, 64 columns at a time
+__device__ __forceinline__ void add_dQ(const BwdParams& p, const Workspace& w, Share share,
+                                       const Ring<1, Bc>& K_smem, const ELEMENT* dST_smem,
+                                       const Place& dS_place, const PartRing<1, Bc, columns>& peer_K_smem,
+                                       const ELEMENT* peer_dST_smem, uint64_t* peer_dS_full) {
+  const int warp_row = warp_index() % 4 * 16, Tr = ceil_div(p.N_q, Br);
+  const int rank = cluster_rank(), first_col = rank * second;
+  const uint32_t K_columns = matrix_at<2>(K_smem.tiles + first_col * Bc, 128 * Bc);
+  const uint32_t peer_K_columns = matrix_at<2>(peer_K_smem.tiles, 128 * Bc);
+  int n = 0;                                // tiles so far
+  for (int m = 0; share.some; share.next(), m++) {
+    K_smem.wait_until_full(m);
+    peer_K_smem.wait_until_full(m);
+    for_each_step(p, share, n, [&](const Mask&, const auto& tiles, int t, int bh) {
+      float* dQ = w.dQ_accum + ((int64_t)bh * Tr + tiles[t]) * Br * d;
+      uint32_t dS_frag[Bc / 16][4], peer_dS_frag[Bc / 16][4];
+      if (threadIdx.x % 128 == 0) mbarrier_arrive_expect(peer_dS_full, sizeof(ELEMENT) * Bc * Br);
+      dS_place.wait_until_full(n);
+      load_transposed(dS_frag, dST_smem, warp_row);
+      mbarrier_wait(peer_dS_full, n % 2);
+      load_transposed(peer_dS_frag, peer_dST_smem, warp_row);
+      #pragma unroll
+      for (int col = 0; col < columns; col += panel) {
+        float dQ_reg[panel / 8][4];
+        wgmma_dQ_registers(dQ_reg, dS_frag, K_columns + col * Bc / 8);
+        wgmma_dQ_registers(dQ_reg, peer_dS_frag, peer_K_columns + col * Bc / 8, true);
+        if (col == 0) dS_place.emptied();   // now all of it is in registers, certainly
+        if (col == 0 && threadIdx.x % 32 == 0) mbarrier_arrive_in_block(dS_place.empty, 1 - rank);
+        wgmma_wait<0>();
+        if (first_col + col >= rank * columns)
+          add_fragments(dQ, one_strip(dQ_reg), warp_row, first_col + col, 1);
+      }
+    });
+    __syncwarp();                           // all lanes have seen K come, also if there were no steps
+    K_smem.release(m);
+    peer_K_smem.release(m);
+  }
+}
+
+// Clusters of two blocks, which have as many steps each. Line numbers are those of Algorithm 2.
+__global__ void __launch_bounds__(threads, 1) backward_kernel(
+    BwdParams p, Workspace w, Parts parts, const __grid_constant__ CUtensorMap Q_map,
+    const __grid_constant__ CUtensorMap K_map, const __grid_constant__ CUtensorMap V_map,
+    const __grid_constant__ CUtensorMap dO_map) {
+  const int rank = cluster_rank(), peer = 1 - rank, Tr = ceil_div(p.N_q, Br);
+  const int warpgroup = warp_index() / 4, warp_row = warp_index() % 4 * 16;    // of dQ, or of dV and dK
+
+  extern __shared__ __align__(1024) ELEMENT smem[];
+  ELEMENT* dST_smem = smem + 2 * (Bc + Br) * pitch + (Bc + 3 * Br) * columns;   // Bc x Br, a panel
+  ELEMENT* peer_dST_smem = dST_smem + Bc * Br;
+  uint4* P_smem = reinterpret_cast<uint4*>(peer_dST_smem + Bc * Br);     // as registers lie; and then slopes
+  float* L_smem = reinterpret_cast<float*>(P_smem + Bc * Br / 4);        // Br, -L / c, twice
+  float* D_smem = L_smem + 2 * Br;          // Br, twice
+  uint64_t* barriers = reinterpret_cast<uint64_t*>(D_smem + 2 * Br);
+  const Ring<1, Bc> K_smem(smem, barriers), V_smem(K_smem.tiles + Bc * pitch, barriers + 2);
+  const Ring<2, Br> Q_smem(V_smem.tiles + Bc * pitch, barriers + 4);
+  const PartRing<3, Br, columns> dO_smem(Q_smem.tiles + 2 * Br * pitch, barriers + 8);       // halves
+  const PartRing<1, Bc, columns> peer_K_smem(dO_smem.tiles + 3 * Br * columns, barriers + 14);
+  const Place P_place(barriers + 16), dS_place(barriers + 18);
+  uint64_t* peer_dS_full = barriers + 20;
+  K_smem.init(8);
+  V_smem.init(4);
+  Q_smem.init(8);
+  dO_smem.init(8);
+  P_place.init(4, 4);
+  dS_place.init(4, 8);                      // 4 warps of the peer empty what they have of it
+  if (threadIdx.x == 0) mbarrier_init(peer_dS_full, 1);
+  peer_K_smem.init(4);
+  cluster_sync();
+  start_next_kernel();
+  if (!Mask::is_range) wait_for_previous_kernel();           // lists
+  Share share(p);
+  int n = 0, m = 0;                         // tiles, and units, so far
+  if (warpgroup == 3) {                     // the producer
+    setmaxnreg_dec<producer_registers>();
+    if (threadIdx.x > 384) return;
+    wait_for_previous_kernel();
+    for (; share.some; share.next(), m++) {                              // line 5
+      const Handed its = nth_unit(p, share.unit);
+      const int b = its.b, j = its.tile;
+      K_smem.fill(K_map, m, (2 * j + rank) * Bc, its.h, b);              // line 6
+      V_smem.fill(V_map, m, (2 * j + rank) * Bc, its.h, b);
+      peer_K_smem.fill(K_map, m, (2 * j + peer) * Bc, its.h, b, rank * second);
+      for_each_step(p, share, n, [&](const Mask&, const auto& tiles, int t, int bh) {        // line 9
+        const int i = tiles[t], h = bh % p.H;
+        const int64_t row = ((int64_t)bh * Tr + i) * Br;                 // in L and D
+        fill(Q_smem, Q_map, n, i * Br, h, b, L_smem, w.L + row);
+        dO_smem.fill(dO_map, 2 * n, i * Br, h, b, 0, D_smem + n % 2 * Br, w.D + row);
+        dO_smem.fill(dO_map, 2 * n + 1, i * Br, h, b, second);
+      });
+    }
+    return;
+  }
+
+  if (warpgroup == 2) {
+    setmaxnreg_dec<dQ_registers>();
+    wait_for_previous_kernel();
+    add_dQ(p, w, share, K_smem, dST_smem, dS_place, peer_K_smem, peer_dST_smem, peer_dS_full);
+    return cluster_sync();
+  }
+  setmaxnreg_inc<consumer_registers>();
+  // What wgmma reads: K_j and V_j; Q_i in buffer 0, both ways, and dO_i
+  const uint32_t K_tile = matrix_at<2>(K_smem.tiles), V_tile = matrix_at<2>(V_smem.tiles);
+  const uint32_t Q_tile = matrix_at<2>(Q_smem.tiles), dO_columns = matrix_at<2>(dO_smem.tiles, 128 * Br);
+  const uint32_t Q_columns = matrix_at<2>(Q_smem.tiles, 128 * Br), Q_second = Q_columns + second * Br / 8;
+  const Ring<1, Bc> KV_smem = warpgroup == 0 ? K_smem : V_smem;          // what this warpgroup reads
+  for (; share.some; share.next(), m++) {                                // line 5
+    const int j = nth_unit(p, share.unit).tile, block_key = (2 * j + rank) * Bc;
+    float first_reg[columns / 8][4] = {}, second_reg[columns / 8][4] = {};       // line 7: of dV, or of dK
+    KV_smem.wait_until_full(m);
+    for_each_step(p, share, n, [&](const Mask& mask, const auto& tiles, int t, int) {        // line 8
+      const int i = tiles[t];
+      const uint32_t buffer = Q_smem.offset(n);                            // as descriptors count
+      const float *L_i = L_smem + n % 2 * Br, *D_i = D_smem + n % 2 * Br;
+      float S_reg[Br / 8][4], dP_reg[Br / 8][4], slope_reg[Br / 8][4];
+      uint32_t P_frag[Br / 16][4], dS_frag[Br / 16][4], slope_frag[Br / 16][4];
+      uint32_t signed_frag[Br / 16][4];       // with dropout: P, what is dropped with a minus
+      if (warpgroup == 0) {                 // dV
+        const float c = factor_of_S(p.scale);
+        const auto seen = seen_of<Br / 8>(mask, tiles, t, i * Br, block_key + warp_row);
+        Q_smem.wait_until_full(n);
+        if (!Mask::scores) seed(S_reg, L_i);
+        wgmma_QK<width / 16>(S_reg, K_tile, Bc, Q_tile + buffer, !Mask::scores);           // line 10
+        wgmma_wait<0>();
+        if (Mask::scores) change_scores(S_reg, slope_reg, mask, p.scale, i * Br, block_key + warp_row, L_i);
+        for_each(S_reg, [&](float& x, int, int) { x = fast_exp2(c * x); });          // line 11: P_ij
+        clear_unseen(S_reg, mask, tiles, t, j, i * Br, block_key + warp_row, seen);
+        Q_smem.release(n);
+        if (DROPOUT) drop_P(P_frag, signed_frag, S_reg, mask, i * Br, of_lane_0(block_key + warp_row));
+        else to_A(P_frag, S_reg);
+        if (Mask::scores) to_A(slope_frag, slope_reg);
+        dO_smem.wait_until_full(2 * n);
+        wgmma_PV(first_reg, P_frag, dO_columns + dO_smem.offset(2 * n));   // line 12: + P_ij^T dO_i
+        dO_smem.wait_until_full(2 * n + 1);
+        wgmma_PV(second_reg, P_frag, dO_columns + dO_smem.offset(2 * n + 1));
+        P_place.wait_until_empty(n);
+        hand_over(P_smem, DROPOUT ? signed_frag : P_frag);
+        if (Mask::scores) hand_over(P_smem + Bc * Br / 8, slope_frag);
+        P_place.filled();
+        wgmma_wait<1>();
+        dO_smem.release(2 * n);
+        wgmma_wait<0>();
+        dO_smem.release(2 * n + 1);
+      } else {                              // dK
+        dO_smem.wait_until_full(2 * n);
+        seed(dP_reg, D_i);
+        multiply_dP(dP_reg, V_tile, dO_smem, n);                           // line 13
+        wgmma_wait<0>();
+        __syncwarp();                       // all lanes have read D_i
+        dO_smem.release(2 * n);
+        if (!DROPOUT) dO_smem.release(2 * n + 1);
+        P_place.wait_until_full(n);
+        take(P_frag, P_smem);
+        if (Mask::scores) take(slope_frag, P_smem + Bc * Br / 8);
+        for_both(P_frag, dP_reg, [&](float P, float& dP, int r, int col) {   // line 14: dS_ij
+          dP = DROPOUT && P < 0.f ? -P * D_i[col] : P * dP;
+          mask.keep_gradient(DROPOUT ? mask.dropout.scale * dP : dP, i * Br + col, block_key + warp_row + r);
+        });
+        if (Mask::scores) for_both(slope_frag, dP_reg, [](float slope, float& dS, int, int) { dS *= slope; });
+        P_place.emptied();
+        if (DROPOUT) dO_smem.release(2 * n + 1);       // with its buffer D_i is given back
+        to_A(dS_frag, dP_reg);
+        Q_smem.wait_until_full(n);
+        wgmma_PV(first_reg, dS_frag, Q_columns + buffer);                  // line 16: + dS_ij^T Q_i
+        wgmma_PV(second_reg, dS_frag, Q_second + buffer);
+        mbarrier_wait_for_blocks(dS_place.empty, n % 2 ^ 1);
+        store_fragments(dST_smem, dS_frag, Bc, warp_row);
+        fence_proxy_async();
+        dS_place.filled();
+        if (threadIdx.x % 32 == 0)
+          bulk_send(peer_dST_smem + warp_row * Br, dST_smem + warp_row * Br, sizeof(ELEMENT) * 16 * Br,
+                    peer_dS_full, peer);
+        wgmma_wait<0>();
+        Q_smem.release(n);
+      }
+    });                                                                  // line 17
+    __syncwarp();
+    KV_smem.release(m);
+    float* part = part_of(share, parts, warpgroup == 0);                 // line 18
+    store_part(part, first_reg, rank * Bc + warp_row, 2 * Bc, 0, 0, warpgroup == 0 ? d_v : d);
+    store_part(part, second_reg, rank * Bc + warp_row, 2 * Bc, second, columns, warpgroup == 0 ? d_v : d);
+  }
+  cluster_sync();
+}
+
+int64_t rows_of_Q(const BwdParams& p) { return (int64_t)p.B * p.H * padded(p.N_q); }     // and of L and D
+int clusters() { return ceil_div(multiprocessors(), 2); }
+int number_of_parts(const BwdParams& p) { return units_of(p) + clusters(); }
+
+size_t workspace_bytes(const BwdParams& p) {
+  return sizeof(float) * (rows_of_Q(p) * (d + 2) + number_of_parts(p) * int64_t(4 * Bc * d)) +
+         sizeof(int2) * units_of(p);
+}
+
+cudaError_t launch(const BwdParams& p, cudaStream_t stream) {
+  CUtensorMap Q_map, K_map, V_map, dO_map;
+  cudaError_t error = make_tensor_map(Q_map, p.Q, p.B, p.H, p.N_q, d, Br);
+  if (error == cudaSuccess) error = make_tensor_map(K_map, p.K, p.B, p.H_kv, p.N_k, d, Bc);
+  if (error == cudaSuccess) error = make_tensor_map(V_map, p.V, p.B, p.H_kv, p.N_k, d_v, Bc);
+  if (error == cudaSuccess) error = make_tensor_map(dO_map, p.dO, p.B, p.H, p.N_q, d_v, Br);
+  if (error != cudaSuccess) return error;
+  Workspace w;
+  w.dQ_accum = static_cast<float*>(p.workspace);
+  w.L = w.dQ_accum + rows_of_Q(p) * d;
+  w.D = w.L + rows_of_Q(p);
+  prepare_seeds(w, p.scale, dropout_scale(p));
+  Parts parts{w.D + rows_of_Q(p), number_of_parts(p), 2 * Bc};
+  parts.of_tile = reinterpret_cast<int2*>(parts.parts + parts.all * int64_t(4 * Bc * d));
+  prepare(p, w, rows_of_Q(p), 1, stream);
+  const size_t bytes = sizeof(ELEMENT) * (2 * (Bc + Br) * pitch + (Bc + 3 * Br) * columns + 4 * Bc * Br) +
+                       sizeof(float) * 4 * Br + 21 * sizeof(uint64_t);
+  allow_shared_memory(backward_kernel, bytes);
+  cudaLaunchKernelEx(ClusterLaunch(2, 2 * clusters(), threads, bytes, stream, true), backward_kernel, p, w,
+                     parts, Q_map, K_map, V_map, dO_map);
+  cudaLaunchKernelEx(EarlyLaunch(p.B * p.H * ceil_div(p.N_q, convert_rows), 256, 0, stream),
+                     convert_dQ_kernel, with_scale_of_dS(p), w.dQ_accum, 1);
+  reduce_parts(with_scale_of_dS(p), parts, stream);
+  return cudaGetLastError();
+}
