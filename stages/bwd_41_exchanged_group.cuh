@@ -175,11 +175,11 @@ __global__ void __launch_bounds__(threads, 1) backward_kernel(
   const uint32_t K_tile = matrix_at<2>(K_smem.tiles), V_tile = matrix_at<2>(V_smem.tiles);
   const uint32_t Q_tile = matrix_at<2>(Q_smem.tiles), dO_columns = matrix_at<2>(dO_smem.tiles, 128 * Br);
   const uint32_t Q_columns = matrix_at<2>(Q_smem.tiles, 128 * Br), Q_second = Q_columns + second * Br / 8;
-  const Ring<1, Bc> KV_smem = warpgroup == 0 ? K_smem : V_smem;          // what this warpgroup reads
   for (int unit = blockIdx.x / 2; unit < units; unit += gridDim.x / 2, m++) {        // line 5
     const int j = nth_unit(p, unit).tile, block_key = (2 * j + rank) * Bc;
     float first_reg[columns / 8][4] = {}, second_reg[columns / 8][4] = {};       // line 7: of dV, or of dK
-    KV_smem.wait_until_full(m);
+    if (warpgroup == 0) K_smem.wait_until_full(m);
+    else V_smem.wait_until_full(m);
     for_each_step(p, unit, n, [&](const Mask& mask, const auto& tiles, int t, int) {        // line 8
       const int i = tiles[t];
       const uint32_t buffer = Q_smem.offset(n);                            // as descriptors count
@@ -247,7 +247,8 @@ __global__ void __launch_bounds__(threads, 1) backward_kernel(
       }
     });                                                                  // line 17
     __syncwarp();
-    KV_smem.release(m);
+    if (warpgroup == 0) K_smem.release(m);
+    else V_smem.release(m);
     float* part = dKV_parts + ((warpgroup == 0 ? units : 0) + unit) * int64_t(2 * Bc * d);   // line 18
     store_part(part, first_reg, rank * Bc + warp_row, 2 * Bc, 0, 0, warpgroup == 0 ? d_v : d);
     store_part(part, second_reg, rank * Bc + warp_row, 2 * Bc, second, columns, warpgroup == 0 ? d_v : d);

@@ -616,7 +616,7 @@ def test_who_makes_dQ_by_turns(name, products, N):
 
 @pytest.mark.parametrize("name, share", [
     ("consumer_roles", 1), ("exchanged_ds", 0.5), ("half_tiles", 0.5), ("exchanged_tuned", 0.5),
-    ("exchanged_semaphores", 0.5)])
+    ("exchanged_semaphores", 0.5), ("exchanged_group", 0.5), ("exchanged_stream_k", 0.5)])
 def test_warpgroups_with_work_of_their_own(name, share):
     """dS of a tile waits for P, and dQ for dS; a block of a cluster adds half of the columns of dQ."""
     (args,) = arguments.parse_arguments(["--timeline", "--pass", "bwd", "--stages", name, "--seqlens", "256",
