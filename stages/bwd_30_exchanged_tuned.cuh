@@ -3,7 +3,7 @@
 // types:   fp16, bf16
 // needs:   sm_90a
 // after:   half_tiles
-// default: sm_90a if d > 128
+// default: sm_90a if d > 128 and (H == H_kv or B * H * N_q > 32768 or N_q > 2048)
 // deterministic: no
 // takes:   dropout, sink, d_v
 // tiles:   Br=64 Bc=128

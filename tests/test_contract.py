@@ -464,9 +464,22 @@ def test_the_default_of_the_backward_pass(monkeypatch, d, deterministic, needs, 
     (1, 8, 1024, 256, "exchanged_tuned")])
 def test_small_calls_have_no_idle_warps(monkeypatch, B, H, N, d, expected):
     """Less is hidden there than is left to convert in the end."""
-    sizes = PROMPT | {"B": B, "H": H, "N_q": N, "N_k": N, "d": d, "gradients": 1}
+    sizes = PROMPT | {"B": B, "H": H, "H_kv": H, "N_q": N, "N_k": N, "d": d, "gradients": 1}
     found = flash.find_stage(None, torch.bfloat16, gpu(monkeypatch, (9, 0)), "bwd", False, d, sizes)
     assert found.name == expected
+
+
+@pytest.mark.parametrize("B, H, H_kv, N, d, expected", [
+    (2, 8, 1, 1024, 256, "exchanged_stream_k"), (2, 8, 8, 1024, 256, "exchanged_tuned"),
+    (2, 8, 2, 2048, 136, "exchanged_stream_k"), (4, 8, 2, 2048, 256, "exchanged_tuned"),
+    (1, 8, 2, 4096, 256, "exchanged_tuned"), (2, 8, 1, 1024, 128, "hopper_tuned")])
+def test_small_calls_with_grouped_heads_divide_steps(monkeypatch, B, H, H_kv, N, d, expected):
+    """Deterministic ones do not: sums of dQ would wait for each other across heads."""
+    sizes = PROMPT | {"B": B, "H": H, "H_kv": H_kv, "N_q": N, "N_k": N, "d": d, "gradients": 1}
+    device = gpu(monkeypatch, (9, 0))
+    assert flash.find_stage(None, torch.bfloat16, device, "bwd", False, d, sizes).name == expected
+    in_order = flash.find_stage(None, torch.bfloat16, device, "bwd", True, d, sizes)
+    assert in_order.name == ("exchanged_semaphores" if d > 128 else "first_stores")
 
 
 @pytest.mark.builds
