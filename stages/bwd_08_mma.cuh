@@ -10,7 +10,7 @@
 // workspace: dQ_accum, D
 // hbm:     B * (8 * H_kv * N_k * d + H * N_q * (Tc * (12 * d + 16) + 14 * d + 8))
 // predicted: 8x at d=64 and d=128: tensor cores multiply, and shared memory holds half the bytes
-// measured: 3.93x at d=64 causal, 3.75x full, 5.62x at d=128 causal, 5.85x full (H200, bf16 beside recompute
+// measured: 3.93x at d=64 causal, 3.74x full, 5.65x at d=128 causal, 5.90x full (H200, bf16 beside recompute
 //          in fp32, N=4096; make readme)
 //
 // FlashAttention-2's Algorithm 2, as in recompute, with its five products on tensor cores. What the forward

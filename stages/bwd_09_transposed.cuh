@@ -10,7 +10,7 @@
 // workspace: dQ_accum, D
 // hbm:     B * (8 * H_kv * N_k * d + H * N_q * (Tc * (12 * d + 8) + 14 * d + 8))
 // predicted: 1.2x at d=64, 1.1x at d=128: P stays in registers, two operands A need no load; d=256 spills
-// measured: 1.42x at d=64 causal, 1.50x full, 1.23x at d=128 causal, 1.13x full, 0.61x at d=256 causal, 0.66x
+// measured: 1.41x at d=64 causal, 1.48x full, 1.22x at d=128 causal, 1.11x full, 0.59x at d=256 causal, 0.67x
 //          full (H200, bf16, N=4096; make readme)
 //
 // In the forward pass P is made where the next product wants it: an accumulator of S = Q K^T, rounded, is the

@@ -10,7 +10,7 @@
 // workspace: dQ_accum, D
 // hbm:     B * (8 * H_kv * N_k * d + H * N_q * (Tc * (12 * d + 8) + 14 * d + 8))
 // predicted: 1.1x at d=64 and d=128: half the loads of Q and dO; 3x at d=256: no spills
-// measured: 1.04x at d=64 causal, 1.02x full, 1.08x at d=128 causal, 1.05x full, 1.57x at d=256 causal, 1.47x
+// measured: 1.04x at d=64 causal, 1.03x full, 1.08x at d=128 causal, 1.06x full, 1.61x at d=256 causal, 1.48x
 //          full (H200, bf16, N=4096; make readme)
 //
 // In transposed, the two lines

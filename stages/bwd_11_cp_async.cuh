@@ -10,7 +10,7 @@
 // workspace: dQ_accum, L, D
 // hbm:     B * (8 * H_kv * N_k * d + H * (N_q * (12 * Tc * d + 10 * d + 4) + Tr * Br * (8 * Tc + 4 * d + 8)))
 // predicted: 1.3x at d=64, 1.2x at d=128: nobody waits for Q and dO
-// measured: 1.34x at d=64 causal, 1.42x full, 1.34x at d=128 causal, 1.56x full, 1.34x at d=256 causal, 1.33x
+// measured: 1.34x at d=64 causal, 1.43x full, 1.34x at d=128 causal, 1.56x full, 1.33x at d=256 causal, 1.34x
 //          full (H200, bf16, N=4096; make readme)
 //
 // As in the forward stage cp_async, the tiles of the loop come asynchronously: Q, dO, L and D have room for

@@ -11,7 +11,7 @@
 // hbm:     B * (8 * H_kv * N_k * d + H * (N_q * (4 * Tc * d + 10 * d + 4) +
 //          Tr * Br * (8 * Tc * (d + 1) + 4 * d + 8)))
 // predicted: 1.3x at d=64, 1.2x at d=128: one barrier less, dQ under the exponentials; atomics of 16 bytes
-// measured: 1.46x at d=64 causal, 1.48x full, 1.45x at d=128 causal, 1.49x full, 1.61x at d=256 causal, 1.58x
+// measured: 1.46x at d=64 causal, 1.48x full, 1.46x at d=128 causal, 1.50x full, 1.61x at d=256 causal, 1.57x
 //          full (H200, bf16, N=4096; make readme)
 //
 // The warps for dV make exponentials, and in cp_async those for dK wait for them meanwhile. Now these make

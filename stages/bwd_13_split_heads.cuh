@@ -11,7 +11,7 @@
 // hbm:     B * (4 * d * N_k * (H * 5 ** (H > H_kv) + H_kv) + H * (N_q * (4 * Tc * d + 10 * d + 4) +
 //          Tr * Br * (8 * Tc * (d + 1) + 4 * d + 8)))
 // predicted: 1.0x if H = H_kv; with 4 query heads a key head 1.5x at N = 1024, 1.1x at N = 4096 and more
-// measured: 1.02x at d=64 causal, 0.99x full, 1.01x at d=128 causal, 1.00x full, 1.03x at d=256 causal, 1.07x
+// measured: 1.02x at d=64 causal, 0.99x full, 1.01x at d=128 causal, 0.99x full, 1.03x at d=256 causal, 1.07x
 //          full (H200, bf16, N=4096; make readme)
 //
 // Up to here a block walks along all query heads that read its key head (GQA): there are B * H_kv * Tc

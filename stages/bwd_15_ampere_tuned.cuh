@@ -13,7 +13,7 @@
 // hbm:     B * (4 * d * N_k * (H * 5 ** (H > H_kv) + H_kv) + H * (N_q * (4 * Tc * d + 10 * d + 4) +
 //          Tr * Br * (8 * Tc * (d + 1) + 4 * d + 8)))
 // predicted: 1.05x at d=64, 1.2x at d>64 (larger tiles), 1.1x more if causal: heavy tiles first
-// measured: 1.08x at d=64 causal, 1.06x full, 1.17x at d=128 causal, 1.10x full, 1.30x at d=256 causal, 1.27x
+// measured: 1.08x at d=64 causal, 1.05x full, 1.16x at d=128 causal, 1.10x full, 1.30x at d=256 causal, 1.27x
 //          full (H200, bf16, N=4096; make readme)
 //
 // What is left: nothing that has an idea of its own, but each a few per cent.

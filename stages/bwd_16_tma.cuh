@@ -10,7 +10,7 @@
 // workspace: dQ_accum, L, D
 // hbm:     B * (8 * H_kv * N_k * d + H * (N_q * (12 * Tc * d + 10 * d + 4) + Tr * Br * (8 * Tc + 4 * d + 8)))
 // predicted: 1.3x at d=64 and 128, as cp_async over its parent: nobody waits for Q and dO, or copies them
-// measured: 1.47x at d=64 causal, 1.51x full, 1.41x at d=128 causal, 1.59x full, 1.35x at d=256 causal, 1.33x
+// measured: 1.47x at d=64 causal, 1.53x full, 1.41x at d=128 causal, 1.60x full, 1.38x at d=256 causal, 1.34x
 //          full (H200, bf16, N=4096; make readme)
 //
 // In transposed all threads copy Q_i and dO_i, and then wait for them. Here thread 0 asks the copy engine for

@@ -11,7 +11,7 @@
 // hbm:     B * (8 * H_kv * N_k * d + H * (N_q * (12 * Tc * d + 10 * d + 4) + Tr * Br * (8 * Tc + 4 * d + 8)))
 // predicted: 1.5x at d=64, 2x at d=128, 4x at d=256: mma.sync does not reach the tensor cores' rate, and
 //          loads each fragment of Q and dO once for 16 keys, not 64; no spills
-// measured: 1.43x at d=64 causal, 1.45x full, 1.51x at d=128 causal, 1.53x full, 1.85x at d=256 causal, 1.76x
+// measured: 1.43x at d=64 causal, 1.46x full, 1.51x at d=128 causal, 1.52x full, 1.84x at d=256 causal, 1.74x
 //          full (H200, bf16, N=4096; make readme)
 //
 // As in the forward stage wgmma (common/wgmma.cuh), four warps multiply together, 64 rows at a time. In

@@ -12,7 +12,7 @@
 //          Tr * Br * (8 * Tc * (d + 1) + 4 * d + 8)))
 // predicted: 1.3x at d=64 and 128, 1.2x at d=256: an atomicAdd a number becomes one instruction for 4 KB (a
 //          study had 1.13x over atomics of 16 bytes: H200, d=128, N=4096)
-// measured: 1.55x at d=64 causal, 1.56x full, 1.73x at d=128 causal, 1.78x full, 1.88x at d=256 causal, 1.92x
+// measured: 1.55x at d=64 causal, 1.56x full, 1.73x at d=128 causal, 1.79x full, 1.88x at d=256 causal, 1.94x
 //          full (H200, bf16, N=4096; make readme)
 //
 // A warp has added its numbers of dQ one by one, by instructions for 32 sums in 8 rows each. The copy engine

@@ -12,7 +12,7 @@
 //          Tr * Br * (8 * Tc * (d + 1) + 4 * d + 8)))
 // predicted: 1.15x at d=64, 1.1x at d=128: the tensor cores have work under the exponentials (a study had
 //          1.05x by dV ahead of dS and 1.03x by dK under dQ: H200, d=128, N=4096)
-// measured: 1.03x at d=64 causal, 1.04x full, 1.01x at d=128 causal, 1.02x full, 1.07x at d=256 causal, 1.08x
+// measured: 1.03x at d=64 causal, 1.03x full, 1.01x at d=128 causal, 1.02x full, 1.07x at d=256 causal, 1.08x
 //          full (H200, bf16, N=4096; make readme)
 //
 // So far a warpgroup has waited for both products before the exponentials, and for dV and dK before dQ. But

@@ -12,7 +12,7 @@
 //          Tr * Br * (8 * Tc * (d + 1) + 4 * d + 8)))
 // predicted: 1.05x: one instruction less for an exponential, one less for dS, both where they are waited for
 //          (a study had 1.05x by both, 1.03x by L alone: H200, d=128, N=4096)
-// measured: 0.99x at d=64 causal, 1.01x full, 1.00x at d=128 causal, 1.01x full, 1.00x at d=256 causal, 1.00x
+// measured: 0.99x at d=64 causal, 1.01x full, 1.00x at d=128 causal, 1.01x full, 1.01x at d=256 causal, 1.00x
 //          full (H200, bf16, N=4096; make readme)
 //
 // wgmma adds to its accumulator. So far that was 0 for S^T and dP^T, and afterwards each element took an FMA

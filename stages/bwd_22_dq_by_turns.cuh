@@ -12,7 +12,7 @@
 //          Tr * Br * (8 * Tc * (d + 1) + 4 * d + 8)))
 // predicted: 1.1x at d=64, where exponentials take as long as products; 1.05x at d=128 (a study had 1.05x
 //          there: H200, N=4096)
-// measured: 1.15x at d=64 causal, 1.14x full, 1.16x at d=128 causal, 1.16x full, 1.03x at d=256 causal, 1.00x
+// measured: 1.15x at d=64 causal, 1.14x full, 1.15x at d=128 causal, 1.15x full, 1.02x at d=256 causal, 1.01x
 //          full (H200, bf16, N=4096; make readme)
 //
 // So far each warpgroup had its share of dQ_i, and waited for all of dS_ij before it. So all of them went on

@@ -12,7 +12,7 @@
 //          Tr * Br * (8 * Tc * (d + 1) + 4 * d + 8)))
 // predicted: at d=256 1.01 to 1.08x FlashAttention-3 (a study's kernel of this kind: H200, full, N = 2048 to
 //          16384); slower at d <= 128, where a warpgroup has room for both accumulators
-// measured: 0.88x at d=64 causal, 0.84x full, 0.96x at d=128 causal, 0.91x full, 1.44x at d=256 causal, 1.45x
+// measured: 0.88x at d=64 causal, 0.84x full, 0.95x at d=128 causal, 0.90x full, 1.43x at d=256 causal, 1.43x
 //          full (H200, bf16, N=4096; make readme)
 //
 // At d = 256 dV and dK of 64 keys take 128 registers a thread each, if a warpgroup has all of one. So far two

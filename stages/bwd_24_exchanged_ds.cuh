@@ -12,7 +12,7 @@
 //          Tr * Br * (8 * Tc * (d + 2) + 4 * d + 8)))
 // predicted: at d=256 1.15x consumer_roles, 1.19 to 1.34x FlashAttention-3 (a study's kernel of this kind,
 //          with more buffers of dO: H200, N = 2048 to 16384)
-// measured: 0.75x at d=64 causal, 0.73x full, 0.97x at d=128 causal, 0.92x full, 1.13x at d=256 causal, 1.14x
+// measured: 0.76x at d=64 causal, 0.74x full, 0.97x at d=128 causal, 0.97x full, 1.13x at d=256 causal, 1.13x
 //          full (H200, bf16, N=4096; make readme)
 //
 // At d = 256 a block adds 64 KB to dQ for each tile of Q, by 64 keys alone. These sums bound the stage

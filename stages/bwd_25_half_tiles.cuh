@@ -12,7 +12,7 @@
 // hbm:     B * (H_kv * N_k * (9 * d + min(d, 64) * (ceil_div(d, 64) % 2)) + H * (N_q * (10 * d + 4 + 4 * Tc *
 //          (2 * d + min(d, 64) * (ceil_div(d, 64) % 2))) + Tr * Br * (8 * Tc * (d + 2) + 4 * d + 8)))
 // predicted: none was made
-// measured: 0.99x at d=64 causal, 1.00x full, 1.01x at d=128 causal, 1.02x full, 1.01x at d=256 causal, 0.98x
+// measured: 0.99x at d=64 causal, 0.99x full, 1.01x at d=128 causal, 1.00x full, 1.02x at d=256 causal, 1.00x
 //          full (H200, bf16, N=4096; make readme)
 //
 // Shared memory has no room for two tiles of dO, as K of the peer takes it. So in the stage before, dO of the

@@ -13,7 +13,7 @@
 //          H * (N_q * (4 * Tc * d + 10 * d + 4) + Tr * Br * (8 * Tc * (d + 1) + 4 * d + 8)))
 // predicted: 1.0x if H = H_kv, or where blocks of whole groups are enough; with 4 query heads a key head 2.5x
 //          at 32 such blocks for 132 multiprocessors, 1.05x at N = 16384 (a study had that: H100, d=128)
-// measured: 1.01x at d=64 causal, 1.01x full, 1.00x at d=128 causal, 1.01x full, 0.98x at d=256 causal, 0.96x
+// measured: 1.01x at d=64 causal, 1.01x full, 1.00x at d=128 causal, 1.01x full, 0.99x at d=256 causal, 0.92x
 //          full (H200, bf16, N=4096; make readme)
 //
 // Up to here, on this branch, a block walks along all query heads that read its key head (GQA). Then dK_j and

@@ -13,7 +13,7 @@
 //          (1 if divisor(H // H_kv, B * H * Tc // (6 * multiprocessors)) * H_kv == H else 5)) +
 //          H * (N_q * (4 * Tc * d + 10 * d + 4) + Tr * Br * (8 * Tc * (d + 1) + 4 * d + 8)))
 // predicted: 1.08x at d=64 causal N=2048, 1.05x at N=4096, 1.0x at N=16384 and where steps are many
-// measured: 1.03x at d=64 causal, 1.00x full, 1.05x at d=128 causal, 0.97x full, 1.01x at d=256 causal, 0.98x
+// measured: 1.03x at d=64 causal, 1.00x full, 1.05x at d=128 causal, 1.00x full, 1.01x at d=256 causal, 0.99x
 //          full (H200, bf16, N=4096; make readme)
 //
 // A block has a multiprocessor to itself. So the next one there cannot start before it has ended, and nothing

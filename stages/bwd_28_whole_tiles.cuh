@@ -13,7 +13,7 @@
 //          (1 if divisor(H // H_kv, B * H * Tc // (6 * multiprocessors)) * H_kv == H else 5)) +
 //          H * (N_q * (4 * Tc * d + 10 * d + 4) + Tr * Br * (8 * Tc * (d + 1) + 4 * d + 8)))
 // predicted: 1.02x if causal, 1.01x full: the steps of whole tiles ask nothing
-// measured: 1.04x at d=64 causal, 0.99x full, 1.02x at d=128 causal, 1.00x full, 1.00x at d=256 causal, 1.00x
+// measured: 1.04x at d=64 causal, 1.01x full, 1.02x at d=128 causal, 1.01x full, 1.00x at d=256 causal, 1.02x
 //          full (H200, bf16, N=4096; make readme)
 //
 // Each step asked the mask about each of its elements: a comparison and a choice for each of a lane's 32 or

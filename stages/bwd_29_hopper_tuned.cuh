@@ -15,7 +15,7 @@
 //          (1 if divisor(H // H_kv, B * H * Tc // (6 * multiprocessors)) * H_kv == H else 5)) +
 //          H * (N_q * (4 * Tc * d + 10 * d + 4) + Tr * Br * (8 * Tc * (d + 1) + 4 * d + 8)))
 // predicted: 1.05x at N <= 1024 by early launches, 1.05x more at N <= 2048 by stores of boxes
-// measured: 1.02x at d=64 causal, 1.02x full, 1.04x at d=128 causal, 1.05x full, 1.03x at d=256 causal, 1.03x
+// measured: 1.01x at d=64 causal, 1.01x full, 1.04x at d=128 causal, 1.03x full, 1.03x at d=256 causal, 1.02x
 //          full (H200, bf16, N=4096; make readme)
 //
 // What is left:

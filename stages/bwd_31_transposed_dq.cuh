@@ -13,7 +13,7 @@
 //          (1 if divisor(H // H_kv, B * H * Tc // (6 * multiprocessors)) * H_kv == H else 5)) +
 //          H * (N_q * (4 * Tc * d + 10 * d + 4) + Tr * Br * (8 * Tc * (d + 1) + 4 * d + 8)))
 // predicted: 1.03x at d=64: tensor cores read 208 KB of shared memory a step, not 224
-// measured: 1.02x at d=64 causal, 1.03x full, 0.77x at d=128 causal, 0.73x full, 0.86x at d=256 causal, 0.81x
+// measured: 1.02x at d=64 causal, 1.01x full, 0.77x at d=128 causal, 0.74x full, 0.86x at d=256 causal, 0.82x
 //          full (H200, bf16, N=4096; make readme)
 //
 // By turns a warpgroup makes all of dQ_i. A product has 64 rows, so hopper_tuned's 128 queries are two, each

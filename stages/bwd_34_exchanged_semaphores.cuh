@@ -15,7 +15,7 @@
 //          (Tc * (d + 2) + d / 2 + 1 + d * (1 < Tc and N_q <= 2 * N_k and B * H * Tc <= multiprocessors // 2
 //          * 2 // (1 if d <= 64 else 2 if Tc > 4 else 4)))))
 // predicted: none was made
-// measured: 0.96x at d=64 causal, 0.96x full, 0.92x at d=128 causal, 0.94x full, 0.91x at d=256 causal, 0.93x
+// measured: 0.96x at d=64 causal, 0.97x full, 0.93x at d=128 causal, 0.96x full, 0.91x at d=256 causal, 0.92x
 //          full (H200, bf16, N=4096; make readme)
 //
 // As in semaphores (common/in_order.cuh), one for either half of dQ's columns. The third warpgroup adds from

@@ -14,7 +14,7 @@
 //          (1 if divisor(H // H_kv, B * H * Tc // (6 * multiprocessors)) * H_kv == H else 5)) +
 //          H * (N_q * (4 * Tc * d + 10 * d + 4) + Tr * Br * (8 * Tc * (d + 1) + 4 * d + 8)))
 // predicted: 1.02x at d=64, as K and V of the next item come under the last products of this one
-// measured: 1.00x at d=64 causal, 1.00x full, 1.00x at d=128 causal, 1.02x full, 1.00x at d=256 causal, 1.01x
+// measured: 1.00x at d=64 causal, 1.00x full, 1.01x at d=128 causal, 1.00x full, 1.00x at d=256 causal, 1.02x
 //          full (H200, bf16, N=4096; make readme)
 //
 // In transposed_dq K and V of the next item have to wait until the last product has read this item's. Both

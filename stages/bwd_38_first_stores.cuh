@@ -16,7 +16,7 @@
 //          (Br * (Tc * (8 * d + 10) - 4 * d + 26) + 48 * (Tc + 1))))
 // predicted: in semaphores' place 1.06x: no zeros are written or read, dQ is converted under the products,
 //          S and dP start as in augmented; of augmented's speed 0.9x, if causal
-// measured: 0.93x at d=64 causal, 0.99x full, 0.94x at d=128 causal, 0.98x full (H200, bf16, N=4096; make
+// measured: 0.92x at d=64 causal, 1.00x full, 0.91x at d=128 causal, 0.98x full (H200, bf16, N=4096; make
 //          readme)
 //
 // semaphores adds sums of dQ in the order of keys. So the first one is known. But it was added, too, to zeros

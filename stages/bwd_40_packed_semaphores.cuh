@@ -14,7 +14,7 @@
 //          (1 if divisor(H // H_kv, B * H * Tc // (6 * multiprocessors)) * H_kv == H else 5)) +
 //          H * (N_q * (4 * Tc * d + 10 * d + 4) + Tr * Br * (8 * Tc * (d + 1) + 4 * d + 8)))
 // predicted: 0.9x, as semaphores, and of packed sequences as well
-// measured: 0.96x at d=64 causal, 1.04x full, 0.93x at d=128 causal, 0.97x full, 0.93x at d=256 causal, 0.92x
+// measured: 0.96x at d=64 causal, 1.01x full, 0.92x at d=128 causal, 0.98x full, 0.93x at d=256 causal, 0.89x
 //          full (H200, bf16, N=4096; make readme)
 //
 // packed takes packed sequences, semaphores gives sums of dQ the same bits in each run (common/in_order.cuh).

@@ -17,6 +17,8 @@
 //          N_q * (10 * d + 4 + 4 * Tc * (2 * d + min(d, 64) * (ceil_div(d, 64) % 2))) +
 //          Tr * Br * (8 * Tc * (d + 2) + 4 * d + 8))
 // predicted: 1.15x exchanged_tuned with block_causal, B=2 H=8 H_kv=1 N=1024 d=256
+// measured: 0.87x at d=64 causal, 0.87x full, 0.73x at d=128 causal, 0.66x full, 0.81x at d=256 causal, 0.63x
+//          full (H200, bf16, N=4096; make readme)
 //
 // A call ends with its last cluster. With block_causal, B=2 H=8 H_kv=1 N=1024, exchanged_tuned has 128
 // clusters for 66 places, and most have 16 steps: 32 steps one after the other, for the work of 27.
@@ -26,9 +28,9 @@
 //   unit      |         0          |       1       |    2    |
 //   cluster   |     0     |     1      |     2     |    3    |
 //
-// That is stream-K (Osama, Merrill, Cecka, Garland, Owens, arXiv 2301.03598), as in forward stage 32, but of
-// unequal tiles: each cluster asks the mask for the steps of all units, before all else. A unit that is cut
-// has parts of dK and dV: in all as many as units and clusters, 82 in the place of 128.
+// That is stream-K (arXiv 2301.03598), as in forward stage 32, but of unequal tiles: each cluster asks the mask
+// for the steps of all units, before all else. A unit that is cut has parts of dK and dV: in all as many as
+// units and clusters, 82 in the place of 128.
 //
 // Of exchanged_tuned's speed (H200, bf16, d=256; block_causal 1.12, 110.7 -> 98.5 us):
 //
@@ -38,8 +40,7 @@
 // Stays because it is for grouped heads in small calls. In larger ones clusters are all over the call, and L2
 // does not hold Q, dO and dQ of all heads. (With a launch for each few heads 1.01, but 1.05 in the second.)
 //
-// HBM traffic without caches (hbm, above): of exchanged_group, and for each further cluster, at most, K and V
-// of a tile once more, and a part. Changed from exchanged_group: this.
+// HBM traffic (hbm, above): of exchanged_group; for each further cluster K, V of a tile and a part, at most.
 #pragma once
 #include "common/clear_unseen.cuh"
 #include "common/cluster.cuh"
