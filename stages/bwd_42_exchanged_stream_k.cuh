@@ -28,9 +28,9 @@
 //   unit      |         0          |       1       |    2    |
 //   cluster   |     0     |     1      |     2     |    3    |
 //
-// That is stream-K (arXiv 2301.03598), as in forward stage 32, but of unequal tiles: each cluster asks the mask
-// for the steps of all units, before all else. A unit that is cut has parts of dK and dV: in all as many as
-// units and clusters, 82 in the place of 128.
+// That is stream-K (arXiv 2301.03598), as in forward stage 32, but of unequal tiles: each cluster asks the
+// mask for the steps of all units, before all else. A unit that is cut has parts of dK and dV: in all as many
+// as units and clusters, 82 in the place of 128.
 //
 // Of exchanged_tuned's speed (H200, bf16, d=256; block_causal 1.12, 110.7 -> 98.5 us):
 //
