@@ -248,7 +248,7 @@ __global__ void __launch_bounds__(threads, 1) backward_kernel(
         Q_smem.release(n);
       }
     });                                                                  // line 17
-    __syncwarp();
+    __syncwarp();                           // as in add_dQ()
     if (warpgroup == 0) K_smem.release(m);
     else V_smem.release(m);
     float* part = dKV_parts + ((warpgroup == 0 ? units : 0) + unit) * int64_t(2 * Bc * d);   // line 18

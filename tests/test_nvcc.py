@@ -230,7 +230,9 @@ def test_packed_sequences_spill_little(stage, tmp_path):
     ("bwd", "augmented", 64, "DROPOUT", False, 272), ("bwd", "augmented", 64, "alibi", False, 56),
     ("bwd", "exchanged_tuned", 192, "DROPOUT", True, 0),
     ("bwd", "exchanged_tuned", 256, "DROPOUT", False, 20),
-    ("bwd", "exchanged_semaphores", 256, "DROPOUT", True, 16)])
+    ("bwd", "exchanged_semaphores", 256, "DROPOUT", True, 16),
+    ("bwd", "exchanged_stream_k", 256, "DROPOUT", True, 120),
+    ("bwd", "exchanged_stream_k", 256, "block_causal", False, 68)])
 def test_dropout_and_masks_on_hopper(direction, name, d, asked, causal, most, tmp_path):
     """Registers are short there: products are not serialised, and so many bytes are spilled at most."""
     stage = flash.find_stage(name, torch.bfloat16, torch.device("cpu"), direction)

@@ -18,6 +18,7 @@ __device__ __forceinline__ int steps_of(const BwdParams& p, int unit) {
   return unit < units_of(p) ? steps : 0;
 }
 
+// Which steps a cluster has, and how far it is
 struct Share {
   int unit, before, left;    // the unit at hand; its steps that are another cluster's; those left to this one
   bool some, starts, ends;   // has this cluster any of its steps? the first? once they are taken, the last?
@@ -41,7 +42,7 @@ struct Share {
       if (unit == first + n && before >= its) unit++, before -= its;
     }
     // By of_lane_0() the compiler knows that loops are the same in all lanes. Without it, with dropout at
-    // d=256, a thread spills 390 bytes, not 120.
+    // d=256, a thread spills 390 bytes, not 120: 106 us, not 88 (H200; B=2 H=8 H_kv=1 N=1024, causal).
     unit = of_lane_0(__shfl_sync(0xffffffff, unit, finder));
     before = of_lane_0(__shfl_sync(0xffffffff, before, finder));
     left = of_lane_0(left);
