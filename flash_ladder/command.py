@@ -128,7 +128,7 @@ def tree(device: torch.device, width: int) -> Table:
     """Both directions' stages."""
     drawn = {what: list(branches(registry.stages(direction))) for direction, what in DIRECTIONS.items()}
     names = max(len(first) + len(s.name) for rows in drawn.values() for s, first, _ in rows)
-    widths = [10, 11, 7, 5] if width >= 100 else [5, 7, 7, 5]   # types, needs, default, here
+    widths = [10, 11, 7, 5] if width >= 100 else [5, 6, 7, 5]   # types, needs, default, here
     gap = 2 if width >= 100 else 1
     widths.append(max(width - names - sum(widths) - gap * (len(widths) + 1), 16))
     table = Table(box=None, padding=(0, gap, 0, 0), pad_edge=False)
