@@ -474,7 +474,7 @@ def test_small_calls_have_no_idle_warps(monkeypatch, B, H, N, d, expected):
     (2, 8, 2, 2048, 136, "exchanged_stream_k"), (4, 8, 2, 2048, 256, "exchanged_tuned"),
     (1, 8, 2, 4096, 256, "exchanged_tuned"), (2, 8, 1, 1024, 128, "hopper_tuned")])
 def test_small_calls_with_grouped_heads_divide_steps(monkeypatch, B, H, H_kv, N, d, expected):
-    """Deterministic ones do not: sums of dQ would wait for each other across heads."""
+    """Deterministic ones take another stage: here sums of dQ have no order."""
     sizes = PROMPT | {"B": B, "H": H, "H_kv": H_kv, "N_q": N, "N_k": N, "d": d, "gradients": 1}
     device = gpu(monkeypatch, (9, 0))
     assert flash.find_stage(None, torch.bfloat16, device, "bwd", False, d, sizes).name == expected

@@ -25,8 +25,8 @@ __global__ void __launch_bounds__(256) reduce_heads_kernel(BwdParams p, Parts pa
     const int tiles = ceil_div(N, parts.rows), tile = bh * tiles + row / parts.rows;
     const int each = parts.all / (p.B * p.H_kv * tiles);
     const int2 its = parts.of_tile ? parts.of_tile[tile] : make_int2(tile * each, (tile + 1) * each - 1);
-    const int64_t numbers = (int64_t)parts.rows * HEAD_DIM;              // of a part
-    const float* first = parts.parts + is_dV * parts.all * numbers + row % parts.rows * HEAD_DIM + col;
+    const int64_t numbers = (int64_t)parts.rows * HEAD_DIM, at = row % parts.rows * (int64_t)HEAD_DIM + col;
+    const float* first = parts.parts + is_dV * parts.all * numbers + at;           // numbers: of a part
     float sum[8] = {};
     #pragma unroll 4                        // their loads overlap
     for (int n = its.x; n <= its.y; n++) {
