@@ -447,10 +447,10 @@ def unequal_units(N_q, N_k):
     ("exchanged_group", 64, "list"), ("exchanged_stream_k", 64, "list"),
     ("exchanged_stream_k", 136, "causal"), ("exchanged_stream_k", 72, "dropout")])
 def test_clusters_share_steps(stage, d, kind, monkeypatch, device, tmp_path):
-    """Of units that are unequal, some of them empty; also if there are more clusters than steps. dK and dV
-    have the same bits each time."""
-    N_q, N_k = 150, 900 if kind == "list" else 270
-    q, k, v = (x.requires_grad_() for x in random_qkv(1, 4, 2, N_q, N_k, d, device, torch.float16))
+    """Of units that are unequal, some of them empty, or more than a warp has lanes; also if there are more
+    clusters than steps. dK and dV have the same bits each time."""
+    B, N_q, N_k = {"list": (1, 150, 900), "causal": (1, 150, 270), "dropout": (6, 40, 270)}[kind]
+    q, k, v = (x.requires_grad_() for x in random_qkv(B, 4, 2, N_q, N_k, d, device, torch.float16))
     given = {"list": {"mask": flash.masks.boolean(unequal_units(N_q, N_k).to(device))},
              "causal": {"causal": True}, "dropout": {"dropout_p": 0.2, "causal": True}}[kind]
     text, asked = BY_NAME[stage].path.read_text(), "ceil_div(multiprocessors(), 2)"
