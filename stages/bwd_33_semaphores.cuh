@@ -13,7 +13,7 @@
 //          (1 if divisor(H // H_kv, B * H * Tc // (6 * multiprocessors)) * H_kv == H else 5)) +
 //          H * (N_q * (4 * Tc * d + 10 * d + 4) + Tr * Br * (8 * Tc * (d + 1) + 4 * d + 8)))
 // predicted: 0.9x, as the blocks of a head start one after the other
-// measured: 0.91x at d=64 causal, 1.00x full, 0.93x at d=128 causal, 0.96x full (H200, bf16, N=4096; make
+// measured: 1.00x at d=64 causal, 0.95x full, 1.00x at d=128 causal, 0.96x full (H200, bf16, N=4096; make
 //          readme)
 //
 // dQ_i is a sum over tiles of keys, in the order in which blocks come to it. Here that is the order of keys
@@ -24,16 +24,7 @@
 // ordered_dq has another way: eight copies of dQ, each of which gets one addend a launch, and a launch for
 // eight tiles of keys. On Hopper it took 1.7 to 2.6 times as long at d=64, 2.0 to 2.9 times at d=128 (H100,
 // bf16, B N = 16384, H d = 2048), and eight times the memory of dQ's sums. This way takes four bytes a tile
-// of dQ, and of the time of calls that need not be deterministic:
-//
-//       N =            2048     4096    16384
-//      64   full       1.03     1.00     1.02
-//      64   causal     1.22     1.12     1.05
-//     128   full       1.04     1.02     1.02
-//     128   causal     1.12     1.10     1.08
-//
-// (On an H100; an H200 is within 0.03 of it. Over idle_warps' time, on an H200, d=64 is 1.04, 1.02, 1.00 full
-// and 1.28, 1.16, 1.06 causal; d=128 1.14, 1.10, 1.05 causal, by figures of two runs.)
+// of dQ, and 1.00 of writer_warp's time causal, 1.05 full at d=64, 1.04 at d=128 (H200, bf16, N=4096).
 //
 // Stays because sums have the same bits in each run. With deterministic=True calls with d <= 128 take
 // first_stores, which has its order from here.
@@ -41,9 +32,8 @@
 // Tried, and slower: __threadfence() and atomicAdd(), not count_release(), 1.07 to 1.19 at d=128. Consumers
 // that ask the semaphore, and wait for their own sums, 1.6 to 2.4: two ways to L2 and back in each step. Head
 // after head, without a mask, 1.4 at N <= 4096: several heads end at once, so the next one's tiles begin at
-// once, and then wait for each other. Causal only as many heads together as half of L2 holds, 1.28 at d=64,
-// N=16384: two, of which many tiles are at work. From the first query down, all heads together, 2.0, as
-// nothing in L2 serves twice.
+// once, and then wait for each other. Causal, all tiles fro, of 16 heads together: 1.12 at d=64, 1.10 at
+// d=128 (N=4096; H100). A division by the number of copies for each turn: 1.05 at d=128 (first_stores).
 //
 // HBM traffic without caches (hbm, above): as in whole_group. A thread spills 4 to 8 bytes.
 //
@@ -123,7 +113,7 @@ __global__ void __launch_bounds__(threads, 1) backward_kernel(
     if (warp > warps) return add_in_order(sums, semaphores, p, items, K_smem, handed);
     for (int m = 0, next = blockIdx.x;; m++) {                           // line 5
       K_smem.wait_until_empty(m);
-      const Handed work = items.nth(p, next);
+      const Handed work = nth_in_order(p, items, next);
       *handed = work;
       if (work.tile < 0) return mbarrier_arrive(K_smem.full);            // the consumers end, too
       K_smem.fill(K_map, m, work.tile * Bc, work.h, work.b);             // line 6
@@ -132,8 +122,8 @@ __global__ void __launch_bounds__(threads, 1) backward_kernel(
       int h = work.bh - work.b * p.H;       // the first one of its query heads; then the next ones
       do {
         const auto tiles = Mask(p, work.b, h).query_tiles(handed->tile);
-        for (int t = tiles.end - 1; t >= tiles.first; t--, n++) {        // line 9
-          const int i = tiles[t];
+        for (int k = 0; k < tiles.end - tiles.first; k++, n++) {         // line 9
+          const int i = tiles[nth_of(tiles, k, from_last(work.h, p.H_kv))];
           const int64_t row = (int64_t)((work.b * p.H + h) * Tr + i) * Br;       // in L and D
           fill(Q_smem, Q_map, n, i * Br, h, work.b, L_smem, w.L + row);
           fill(dO_smem, dO_map, n, i * Br, h, work.b, D_smem, w.D + row);
@@ -227,7 +217,7 @@ __global__ void __launch_bounds__(threads, 1) backward_kernel(
         wgmma_wait<0>();
         sums.stage(n, dQ_reg, warp_row, first_dim, dQ_part * dQ_columns);
       };
-      for_each_tile_from_last(mask, tiles, j, n, step);                  // line 17
+      for_each_tile_in_order(mask, tiles, j, from_last(work.h, p.H_kv), n, step);         // line 17
     } while (++bh % items.block_heads);
     const Handed done = of_lane_0(handed);  // again: no registers for it in the loop
     K_smem.release(m);
@@ -288,8 +278,7 @@ cudaError_t launch(const BwdParams& p, cudaStream_t stream) {
                        sizeof(float) * (Br * pitch * turns + 4 * Br) + 20 * sizeof(uint64_t);
   allow_shared_memory(backward_kernel, bytes);
   Items items(p, heads_of_a_block(p));                                   // line 2
-  items.heads_together = !CAUSAL && Mask::all_keys ? heads_at_once(items.blocks(), items.tiles)
-                                                   : heads_side_by_side(items.heads);
+  items.heads_together = heads_in_order(items.heads_together, items.tiles, items.blocks());
   cudaLaunchKernelEx(EarlyLaunch(items.blocks(), threads, bytes, stream), backward_kernel, p, w, dKV_parts,
                      semaphores, items, Q_map, K_map, V_map, dO_map, dK_map, dV_map);
   cudaLaunchKernelEx(EarlyLaunch(p.B * p.H * ceil_div(p.N_q, convert_rows), 256, 0, stream),

@@ -15,11 +15,11 @@
 //          (Tc * (d + 2) + d / 2 + 1 + d * (1 < Tc and N_q <= 2 * N_k and B * H * Tc <= multiprocessors // 2
 //          * 2 // (1 if d <= 64 else 2 if Tc > 4 else 4)))))
 // predicted: none was made
-// measured: 0.96x at d=64 causal, 0.97x full, 0.93x at d=128 causal, 0.96x full, 0.91x at d=256 causal, 0.92x
+// measured: 0.98x at d=64 causal, 0.95x full, 0.96x at d=128 causal, 0.93x full, 0.98x at d=256 causal, 0.92x
 //          full (H200, bf16, N=4096; make readme)
 //
 // As in semaphores (common/in_order.cuh), one for either half of dQ's columns. The third warpgroup adds from
-// registers, a warp beside counts: 1.05 to 1.12 times as long (H200). Small full calls have two copies of dQ.
+// registers, a warp beside counts: causal 0.99 to 1.03 times as long, full 1.05, small calls to 1.26 (H200).
 // Stays because calls with deterministic=True and d > 128 take it. HBM, dropout: as in exchanged_tuned.
 #pragma once
 #include "common/clear_unseen.cuh"
@@ -28,7 +28,7 @@
 #include "common/exp2.cuh"
 #include "common/gradients.cuh"
 #include "common/hand_over.cuh"
-#include "common/in_order.cuh"
+#include "common/keep_order.cuh"
 #include "common/launch.cuh"
 #include "common/mask.cuh"
 #include "common/mma.cuh"
@@ -47,7 +47,6 @@ constexpr int pitch = panel * panels;              // elements in shared memory 
 constexpr int columns = (panels + 1) / 2 * panel;  // of dV and dK in an accumulator: one has the first half,
 constexpr int second = pitch - columns;            // one those from here on: maybe some of the first's, too
 constexpr int first_steps = (width < columns ? width : columns) / 16;    // of 16 columns, in the first half
-constexpr bool full = Mask::all_keys && !CAUSAL;
 constexpr int threads = 512;                       // three warpgroups of consumers; and the producer's
 constexpr int producer_registers = 24, dQ_registers = 104, consumer_registers = 192;
 
@@ -64,7 +63,7 @@ __device__ __forceinline__ void multiply_dP(float (&dP_reg)[Br / 8][4], uint32_t
 
 // The third warpgroup's part, line 15: dQ_i += dS_ij K_j, 64 columns at a time
 __device__ __forceinline__ void add_dQ(const BwdParams& p, const Workspace& w, int j, int b, int h,
-                                       int first_tile, const Place& turn, uint64_t* sums,
+                                       bool last, int first_tile, const Place& turn, uint64_t* sums,
                                        const Ring<1, Bc>& K_smem, const ELEMENT* dST_smem,
                                        const Place& dS_place, const PartRing<1, Bc, columns>& peer_K_smem,
                                        const ELEMENT* peer_dST_smem, uint64_t* peer_dS_full) {
@@ -76,8 +75,8 @@ __device__ __forceinline__ void add_dQ(const BwdParams& p, const Workspace& w, i
   peer_K_smem.wait_until_full(0);
   int n = 0;                                // tiles so far
   const auto tiles = Mask(p, b, h).query_tiles(j);
-  for (int t = tiles.end - 1; t >= tiles.first; t--, n++) {
-    float* dQ = w.dQ_accum + (int64_t)(first_tile + tiles[t]) * Br * d;
+  for (; n < tiles.end - tiles.first; n++) {
+    float* dQ = w.dQ_accum + (int64_t)(first_tile + tiles[nth_of(tiles, n, last)]) * Br * d;
     const Place added(sums + n % 2 * 2);
     uint32_t dS_frag[Bc / 16][4], peer_dS_frag[Bc / 16][4];
     if (threadIdx.x % 128 == 0) mbarrier_arrive_expect(peer_dS_full, sizeof(ELEMENT) * Bc * Br);
@@ -112,10 +111,11 @@ __global__ void __launch_bounds__(threads, 1) backward_kernel(
     const __grid_constant__ CUtensorMap V_map, const __grid_constant__ CUtensorMap dO_map,
     const __grid_constant__ CUtensorMap dK_map, const __grid_constant__ CUtensorMap dV_map) {
   const int Tr = ceil_div(p.N_q, Br), Tc = ceil_div(p.N_k, 2 * Bc), heads = p.B * p.H;   // lines 1, 2
-  const Work work = dispatch_order(Tc, heads, heads_together, blockIdx.x / 2); // line 5
+  const Work work = dispatch_to_and_fro(Tc, heads, p.H % 2 == 0, heads_together, blockIdx.x / 2);  // line 5
   const int j = work.tile, bh = work.bh, b = bh / p.H, h = bh % p.H, h_kv = h / (p.H / p.H_kv);
-  const int first_tile = (j % dQ_copies * heads + bh) * Tr;     // of dQ's sums: the head's, in this j's copy
-  const int rank = cluster_rank(), peer = 1 - rank, block_key = (2 * j + rank) * Bc;
+  const bool last = from_last(h, p.H);
+  const int rank = cluster_rank(), peer = 1 - rank;
+  const int block_key = (2 * j + rank) * Bc, first_tile = (j % dQ_copies * heads + bh) * Tr;     // of sums
   const int warpgroup = warp_index() / 4, warp_row = warp_index() % 4 * 16;    // of dQ, or of dV and dK
 
   extern __shared__ __align__(1024) ELEMENT smem[];
@@ -149,14 +149,14 @@ __global__ void __launch_bounds__(threads, 1) backward_kernel(
   if (warpgroup == 3) {                     // the producer
     setmaxnreg_dec<producer_registers>();
     if (warp_index() % 4 > 0)
-      return keep_order(turn, sums, mask, tiles, j, semaphores + 2 * first_tile + rank, 2, dQ_copies);
+      return keep_order(turn, sums, mask, tiles, j, last, semaphores + 2 * first_tile + rank, 2, dQ_copies);
     if (threadIdx.x > 384) return;
     K_smem.fill(K_map, 0, block_key, h_kv, b);                           // line 6
     V_smem.fill(V_map, 0, block_key, h_kv, b);
     peer_K_smem.fill(K_map, 0, (2 * j + peer) * Bc, h_kv, b, rank * second);
     wait_for_previous_kernel();
-    for (int t = tiles.end - 1; t >= tiles.first; t--, n++) {            // line 9
-      const int i = tiles[t];
+    for (; n < tiles.end - tiles.first; n++) {                           // line 9
+      const int i = tiles[nth_of(tiles, n, last)];
       const int64_t row = ((int64_t)bh * Tr + i) * Br;                   // in L and D
       fill(Q_smem, Q_map, n, i * Br, h, b, L_smem, w.L + row);
       dO_smem.fill(dO_map, 2 * n, i * Br, h, b, 0, D_smem + n % 2 * Br, w.D + row);
@@ -168,8 +168,8 @@ __global__ void __launch_bounds__(threads, 1) backward_kernel(
   if (warpgroup == 2) {
     setmaxnreg_dec<dQ_registers>();
     wait_for_previous_kernel();
-    add_dQ(p, w, j, b, h, first_tile, turn, sums, K_smem, dST_smem, dS_place, peer_K_smem, peer_dST_smem,
-           peer_dS_full);
+    add_dQ(p, w, j, b, h, last, first_tile, turn, sums, K_smem, dST_smem, dS_place, peer_K_smem,
+           peer_dST_smem, peer_dS_full);
     return cluster_sync();
   }
   setmaxnreg_inc<consumer_registers>();
@@ -180,8 +180,8 @@ __global__ void __launch_bounds__(threads, 1) backward_kernel(
   float first_reg[columns / 8][4] = {}, second_reg[columns / 8][4] = {};         // line 7: of dV, or of dK
   K_smem.wait_until_full(0);
   V_smem.wait_until_full(0);
-  for (int t = tiles.end - 1; t >= tiles.first; t--, n++) {              // line 8
-    const int i = tiles[t];
+  for (; n < tiles.end - tiles.first; n++) {                             // line 8
+    const int t = nth_of(tiles, n, last), i = tiles[t];
     const uint32_t buffer = Q_smem.offset(n);                            // as descriptors count
     const float *L_i = L_smem + n % 2 * Br, *D_i = D_smem + n % 2 * Br;
     float S_reg[Br / 8][4], dP_reg[Br / 8][4], slope_reg[Br / 8][4];
@@ -261,7 +261,7 @@ __global__ void __launch_bounds__(threads, 1) backward_kernel(
 
 int64_t rows_of_Q(const BwdParams& p) { return (int64_t)p.B * p.H * padded(p.N_q); }     // and of L and D
 int64_t numbers_of_K(const BwdParams& p) { return p.H > p.H_kv ? (int64_t)p.B * p.H * p.N_k * d : 0; }
-int dQ_copies(const BwdParams& p) { return full ? copies_of_dQ(p, multiprocessors() / 2) : 1; }
+int dQ_copies(const BwdParams& p) { return copies_of_dQ(p, multiprocessors() / 2); }
 
 size_t workspace_bytes(const BwdParams& p) {
   return sizeof(float) * (rows_of_Q(p) * (dQ_copies(p) * d + 2) + 2 * numbers_of_K(p)) +
@@ -290,7 +290,7 @@ cudaError_t launch(const BwdParams& p, cudaStream_t stream) {
                        sizeof(float) * 4 * Br + 28 * sizeof(uint64_t);
   allow_shared_memory(backward_kernel, bytes);
   const int Tc = ceil_div(p.N_k, 2 * Bc), blocks = 2 * p.B * p.H * Tc, at_once = multiprocessors() / 2;
-  const int heads_together = full ? heads_at_once(at_once, Tc) : heads_with_sums_in_L2(p.B * p.H, p.N_q);
+  const int heads_together = heads_in_order(heads_with_sums_in_L2(p.B * p.H, p.N_q), Tc, at_once);
   cudaLaunchKernelEx(ClusterLaunch(2, blocks, threads, bytes, stream, true), backward_kernel, p, w, dKV_parts,
                      w.ticket, heads_together, dQ_copies(p), Q_map, K_map, V_map, dO_map, dK_map, dV_map);
   cudaLaunchKernelEx(EarlyLaunch(p.B * p.H * ceil_div(p.N_q, convert_rows), 256, 0, stream),

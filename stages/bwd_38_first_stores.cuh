@@ -16,7 +16,7 @@
 //          (Br * (Tc * (8 * d + 10) - 4 * d + 26) + 48 * (Tc + 1))))
 // predicted: in semaphores' place 1.06x: no zeros are written or read, dQ is converted under the products,
 //          S and dP start as in augmented; of augmented's speed 0.9x, if causal
-// measured: 0.92x at d=64 causal, 1.00x full, 0.91x at d=128 causal, 0.98x full (H200, bf16, N=4096; make
+// measured: 0.99x at d=64 causal, 0.98x full, 1.01x at d=128 causal, 0.99x full (H200, bf16, N=4096; make
 //          readme)
 //
 // semaphores adds sums of dQ in the order of keys. So the first one is known. But it was added, too, to zeros
@@ -27,20 +27,19 @@
 // when all sums of a tile are counted, the third warp beside the producer converts it
 // (common/first_stores.cuh).
 //
-// Time over augmented's, which calls take that need not be deterministic (H100, bf16, B N = 16384, H d =
-// 2048; semaphores' in parentheses):
+// Time over augmented's, which calls take that need not be deterministic (H200, bf16, B N = 16384, H d =
+// 2048; in parentheses causal with all tiles fro, of 32 heads together at d=64 and 16 at d=128):
 //
-//       N =            2048           4096           16384
-//      64   full       1.01 (1.09)    1.03 (1.07)    1.00 (1.05)
-//      64   causal     1.08 (1.33)    1.09 (1.20)    1.09 (1.10)
-//     128   full       0.98 (1.05)    1.00 (1.05)    1.03 (1.05)
-//     128   causal     1.07 (1.17)    1.07 (1.13)    1.03 (1.08)
+//       N =            2048           4096           8192           16384
+//      64   full       1.03           1.06           1.02           1.00
+//      64   causal     1.02 (1.08)    1.02 (1.09)    1.05 (1.09)    1.03 (1.10)
+//     128   full       1.01           1.01           1.02           1.01
+//     128   causal     0.99 (1.08)    0.99 (1.09)    0.98 (1.11)    0.99 (1.07)
 //
-// (On an H200 0.99 to 1.02 full; causal 1.09, 1.10, 1.08 at d=64, 1.06, 1.08, 1.04 at d=128.)
-// At d=64 about 32 heads are side by side, not 16: tiles of Q have 128 rows there, so a step is longer
-// (causal, N=2048: 16 1.22, 32 1.08, 64 1.26; 8 1.54. At d=128: 8 1.08, 16 1.07, 32 1.12, 64 1.44). Small
-// calls have two copies of dQ (common/in_order.cuh): on an H200 0.96 to 1.24 times what others take, in one
-// shape 1.27. Full, B=1, N=1024, 1, 2, 4, 8 copies: d=64 1.24 1.12 1.18 1.39, d=128 1.36 1.23 1.30 1.50.
+// Small calls, B N = 512 to 4096: causal 0.82 to 1.01 (fro 0.86 to 1.14), full, with two copies of dQ, 0.90
+// to 1.21. To alone, causal: large ones 1.02 to 1.06, B=1, N=2048 1.11 at d=64 and 1.18 at d=128. Window of
+// 1024, N=16384, heads together: d=64 2 1.16, 4 1.08, 8 1.02, 16 1.02; d=128 2 1.04, 8 1.08, 16 1.15. Full,
+// B=1, N=1024, 1, 2, 4, 8 copies, in another run: d=64 1.24 1.12 1.18 1.39, d=128 1.36 1.23 1.30 1.50.
 //
 // HBM traffic without caches (hbm, above): as in augmented, but there are no zeros, and of the first sum of a
 // tile nothing is read. (Nor of a second copy's, which is read in the end.)
@@ -122,7 +121,7 @@ __global__ void __launch_bounds__(threads, 1) backward_kernel(
     if (threadIdx.x > 32 * warps) return;
     for (int m = 0, next = next_item(w.ticket);; m++) {                  // line 5
       K_smem.wait_until_empty(m);
-      const Handed work = items.nth(p, next);
+      const Handed work = nth_in_order(p, items, next);
       *handed = work;
       if (work.tile < 0) return mbarrier_arrive(K_smem.full);            // the consumers end, too
       K_smem.fill(K_map, m, work.tile * Bc, work.h, work.b);             // line 6
@@ -130,8 +129,8 @@ __global__ void __launch_bounds__(threads, 1) backward_kernel(
       int h = work.bh - work.b * p.H;       // the first one of its query heads; then the next ones
       do {
         const auto tiles = Mask(p, work.b, h).query_tiles(handed->tile);
-        for (int t = tiles.end - 1; t >= tiles.first; t--, n++) {        // line 9
-          const int i = tiles[t];
+        for (int k = 0; k < tiles.end - tiles.first; k++, n++) {         // line 9
+          const int i = tiles[nth_of(tiles, k, from_last(work.h, p.H_kv))];
           const int64_t row = (int64_t)((work.b * p.H + h) * Tr + i) * Br;       // in L and D
           fill(Q_smem, Q_map, n, i * Br, h, work.b, statistics.with_Q(w, row));
           fill(dO_smem, dO_map, n, i * Br, h, work.b, statistics.with_dO(w, row));
@@ -224,7 +223,7 @@ __global__ void __launch_bounds__(threads, 1) backward_kernel(
         wgmma_wait<0>();
         sums.stage(n, dQ_reg, warp_row, first_dim, dQ_part * dQ_columns);
       };
-      for_each_tile_from_last(mask, tiles, j, n, step);                  // line 17
+      for_each_tile_in_order(mask, tiles, j, from_last(work.h, p.H_kv), n, step);         // line 17
     } while (++bh % items.block_heads);
     const Handed done = of_lane_0(handed);  // again: no registers for it in the loop
     K_smem.release(m);
@@ -291,8 +290,7 @@ cudaError_t launch(const BwdParams& p, cudaStream_t stream) {
                        sizeof(float) * Br * pitch * turns + Statistics::room;
   allow_shared_memory(backward_kernel, bytes);
   Items items(p, heads_of_a_block(p));                                   // line 2
-  items.heads_together = !CAUSAL && Mask::all_keys ? heads_at_once(items.blocks(), items.tiles)
-                                                   : heads_side_by_side(items.heads, d <= 64 ? 32 : 16);
+  items.heads_together = heads_in_order(items.heads_together, items.tiles, items.blocks());
   cudaLaunchKernelEx(EarlyLaunch(items.blocks(), threads, bytes, stream), backward_kernel, p, w, dKV_parts,
                      items, dQ_copies(p), Q_map, K_map, V_map, dO_map, dK_map, dV_map);
   reduce_heads(with_scale_of_dS(p), dKV_parts, p.H / heads_of_a_block(p), stream, false);

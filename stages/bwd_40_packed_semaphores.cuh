@@ -14,34 +14,33 @@
 //          (1 if divisor(H // H_kv, B * H * Tc // (6 * multiprocessors)) * H_kv == H else 5)) +
 //          H * (N_q * (4 * Tc * d + 10 * d + 4) + Tr * Br * (8 * Tc * (d + 1) + 4 * d + 8)))
 // predicted: 0.9x, as semaphores, and of packed sequences as well
-// measured: 0.96x at d=64 causal, 1.01x full, 0.92x at d=128 causal, 0.98x full, 0.93x at d=256 causal, 0.89x
+// measured: 1.01x at d=64 causal, 1.04x full, 0.99x at d=128 causal, 0.97x full, 0.73x at d=256 causal, 0.92x
 //          full (H200, bf16, N=4096; make readme)
 //
 // packed takes packed sequences, semaphores gives sums of dQ the same bits in each run (common/in_order.cuh).
 // Here are both, and d > 192, for which semaphores has no room. A semaphore is that of a sequence's tile of
 // Q. Each wait ends as in semaphores: the tiles of a sequence are drawn in the order of its keys.
 //
-// With d > 192 consumers add their sums (common/sums_in_turn.cuh). Tried, and slower: a warp that adds a tile
-// in eight parts, 1.39 times packed's time at d=256 causal in the place of 1.21. And with a condition on what
-// has been told, in the place of once more than is needed, a thread spilled 640 bytes with dropout.
+// With d > 192 consumers add their sums (common/sums_in_turn.cuh). A warp that adds a tile in eight parts was
+// slower, and with a condition on what has been told a thread spilled 640 bytes with dropout.
 //
 // Time over packed's (H200, bf16, H d = 2048), of 64 sequences of 65 to 8139 rows, 64 of 1024 each, 256 of 16
-// to 255; and over hopper_tuned's of calls with one shape, d=256, B N = 16384:
+// to 255; in parentheses with all tiles from the first one up, and queries from the last one down, of 32
+// heads together at d=64 and 16 at d=128 (so are the rows of full, where both ways are mirrored):
 //
-//                     mixed  equal  short                        dropout, N=2048  N=8192   a sink, N=4096
-//      64   causal     1.05   1.10   1.03        256  causal         1.19          1.09         1.08
-//      64   full       1.09   1.00   1.03        256  full           1.03          1.07         1.13
-//     128   causal     1.07   1.15   1.05
-//     128   full       1.04   1.01   1.06
-//     256   causal     1.21   2.05   1.34
-//     256   full       1.08   1.16   1.21
+//                        mixed        equal        short
+//      64   causal     1.00 (1.06)  1.07 (1.12)  1.03 (1.04)
+//      64   full       1.09         1.00         1.03
+//     128   causal     1.01 (1.07)  1.03 (1.16)  1.02 (1.04)
+//     128   full       1.04         1.01         1.06
+//     256   causal     1.06 (1.18)  1.12 (1.84)  1.19 (1.38)
+//     256   full       1.08         1.16         1.21
 //
-// (Equal ones, causal: we think that the blocks that have a sequence's tiles begin together, and wait.) Heads
-// come together also without a mask. With mixed sequences, full, 16 of them take 1.02 at d=64, one by one
-// 1.21, and at d=128 1.11. But with equal ones, causal, 16 take 1.30 at d=64: so there are 32.
+// Heads together, causal, 2 4 8, d=256: mixed 1.06 1.03 1.23, equal 1.22 1.12 1.03, short 1.20 1.18 1.16. To
+// and fro, every other sequence: equal 1.86, d=64 2.18. Calls of one shape come to and fro, for which d > 192
+// is slower, 1.36 causal, not 1.08 (N=4096): there calls take exchanged_semaphores.
 //
-// HBM traffic without caches (hbm, above): as in whole_group. A thread spills up to 104 bytes; with dropout,
-// packed, 180.
+// HBM traffic without caches (hbm, above): as in whole_group. A thread spills up to 96 bytes; 180: dropout.
 // Stays because deterministic calls with packed sequences take it: ampere_tuned's copies of dQ took 2.2 to
 // 3.3 times packed's time.
 //
@@ -125,7 +124,7 @@ __global__ void __launch_bounds__(threads, 1) backward_kernel(
     if (warp == warps + 3 || warp == warps && threadIdx.x % 32 > 0) return;
     if (warp > warps) return add_in_order<false, ItemInSequence>(sums, semaphores, p, items, K_smem, handed);
     for (int m = 0, next = blockIdx.x;; m++, next = next_item(w.ticket)) {         // line 5
-      const ItemInSequence in(p, nth_in_sequence(p, items, next, w.ticket));
+      const ItemInSequence in(p, nth_in_order(p, items, next, w.ticket));
       K_smem.wait_until_empty(m);
       *handed = in.work;
       if (in.work.tile < 0) return mbarrier_arrive(K_smem.full);         // the consumers end, too
@@ -134,8 +133,8 @@ __global__ void __launch_bounds__(threads, 1) backward_kernel(
       int h = in.work.bh - in.heads_before;      // the first one of its query heads; then the next ones
       do {
         const auto tiles = Mask(in.p, in.work.b, h).query_tiles(handed->tile);
-        for (int t = tiles.end - 1; t >= tiles.first; t--, n++) {        // line 9
-          const int i = tiles[t];
+        for (int k = 0; k < tiles.end - tiles.first; k++, n++) {         // line 9
+          const int i = tiles[nth_of(tiles, k, from_last(in.work.h, p.H_kv))];
           const int64_t row = (int64_t)((in.heads_before + h) * Tr + in.first_i + i) * Br;       // in L and D
           in.fill_queries(Q_smem, Q_map, n, i, h, L_smem, w.L + row);
           in.fill_queries(dO_smem, dO_map, n, i, h, D_smem, w.D + row);
@@ -227,7 +226,7 @@ __global__ void __launch_bounds__(threads, 1) backward_kernel(
         wgmma_wait<0>();
         sums.stage(n, dQ_reg, warp_row, first_dim, dQ_part * dQ_columns, m, bh * Tr + in.first_i + i);
       };
-      for_each_tile_from_last(mask, tiles, j, n, step);                  // line 17
+      for_each_tile_in_order(mask, tiles, j, from_last(in.work.h, p.H_kv), n, step);      // line 17
     } while (++bh % items.block_heads);
     const ItemInSequence done(p, of_lane_0(handed));     // again: no registers for it in the loop
     K_smem.release(m);
@@ -290,7 +289,8 @@ cudaError_t launch(const BwdParams& p, cudaStream_t stream) {
                        sizeof(float) * (SumsOfQ::all + 4 * Br) + 20 * sizeof(uint64_t);
   allow_shared_memory(backward_kernel, bytes);
   Items items(p, heads_of_a_block(p));                                   // line 2
-  items.heads_together = heads_side_by_side(items.heads, d <= 64 ? 32 : 16);
+  items.heads_together = VARLEN ? full ? d <= 64 ? 32 : 16 : 4
+                                : heads_in_order(items.heads_together, items.tiles, items.blocks());
   cudaLaunchKernelEx(EarlyLaunch(items.blocks(), threads, bytes, stream), backward_kernel, p, w, dKV_parts,
                      semaphores, items, Q_map, K_map, V_map, dO_map, dK_map, dV_map);
   cudaLaunchKernelEx(EarlyLaunch(p.B * p.H * ceil_div(p.N_q, convert_rows), 256, 0, stream),

@@ -5,42 +5,33 @@
 // before (in_order.cuh). And a semaphore that has counted all of them says that dQ_i can be converted, as
 // counters do in idle_warps.cuh.
 //
-// Copies of dQ have a semaphore each. A mask may leave one without a sum of dQ_i: its semaphore stays 0, and
-// it is not read. Consumers alone add copies up, in the end: idle warps have too few registers.
+// Copies of dQ have a semaphore each. Consumers alone add them up, in the end: idle warps have too few
+// registers.
 //
 // Every wait ends: those for turns, as blocks draw their items in order (in_order.cuh); and nobody waits for
 // what has been converted.
 #pragma once
 #include "idle_warps.cuh"
-#include "in_order.cuh"
+#include "keep_order.cuh"
 
-// When copies of a tile have `complete` sums together: which of them have some, as bits. By a warp.
-// semaphores: the tile's, `step` apart
-__device__ __forceinline__ unsigned wait_for_copies(const int* semaphores, int step, int copies,
-                                                    int complete) {
-  unsigned some = 0;
+// Until copies of a tile have `complete` sums together. By a warp. semaphores: the tile's, `step` apart
+__device__ __forceinline__ void wait_for_copies(const int* semaphores, int step, int copies, int complete) {
   for (int counted = -1; threadIdx.x % 32 == 0 && counted < complete; __nanosleep(100)) {
     counted = 0;
-    for (int copy = 0; copy < copies; copy++) {
-      const int sums = load_acquire(semaphores + copy * step);
-      counted += sums;
-      some |= unsigned(sums > 0) << copy;
-    }
+    for (int copy = 0; copy < copies; copy++) counted += load_acquire(semaphores + copy * step);
   }
   __syncwarp();
-  return of_lane_0(some);
 }
 
 // As convert_strip(), copies of sums that are added up. All loads from one are under way together.
 __device__ __forceinline__ void add_up_strip(const BwdParams& p, const float* sums, int bh, int first_row,
-                                             unsigned copies) {
+                                             int copies) {
   constexpr int parts = (HEAD_DIM + 31) / 32;                  // of a row: 32 columns, eight of a thread
   const int64_t numbers = (int64_t)p.B * p.H * padded(p.N_q) * HEAD_DIM;       // in a copy
   const int row = first_row + threadIdx.x % 8, first_col = threadIdx.x % 32 / 8 * 8;
   ELEMENT* to = p.dQ.head(bh / p.H, bh % p.H) + row * p.dQ.stride_n;
   float sum[parts][2][8] = {};
-  for (int copy = 0; copies >> copy; copy++) {
-    if (!(copies >> copy & 1)) continue;
+  for (int copy = 0; copy < copies; copy++) {
     const float* from = sums + copy * numbers + 16 * (first_col + threadIdx.x % 8);
     #pragma unroll
     for (int k = 0; k < parts; k++)
@@ -55,7 +46,6 @@ __device__ __forceinline__ void add_up_strip(const BwdParams& p, const float* su
 }
 
 // A ticket is a quarter to convert. By an idle warp, and by consumers in the end. What nobody adds to is 0.
-// (Of a call with copies the last tiles come first, as they are complete first.)
 __device__ __forceinline__ void convert_complete(const BwdParams& p, const Workspace& w, const Items& items,
                                                  int dQ_copies) {
   const int Tr = ceil_div(p.N_q, BLOCK_R), tiles = p.B * p.H * Tr;       // of a copy
@@ -65,16 +55,16 @@ __device__ __forceinline__ void convert_complete(const BwdParams& p, const Works
     if (threadIdx.x % 32 == 0) n = next_item(w.ticket + 1);
     n = of_lane_0(n);
     if (n >= 4 * tiles) return;
-    const Quarter q(p, items.heads_together * items.block_heads, dQ_copies == 1 ? n : 4 * tiles - 1 - n);
+    const Quarter q(p, 2 * items.heads_together * items.block_heads, n);
     const int complete = q.sums_of_tile(p);
-    if (dQ_copies == 1) {
+    if (!full || dQ_copies == 1) {
       if (complete == 0) q.clear(w);
       q.convert(p, w, complete);
       continue;
     }
-    const unsigned copies = wait_for_copies(counters_of(w) + q.bh * Tr + q.tile, tiles, dQ_copies, complete);
+    wait_for_copies(counters_of(w) + q.bh * Tr + q.tile, tiles, dQ_copies, complete);
     for (int first = 0; first < quarter && q.row + first < p.N_q; first += 16)
-      add_up_strip(p, w.dQ_accum + q.sums + first * HEAD_DIM, q.bh, q.row + first, copies);
+      add_up_strip(p, w.dQ_accum + q.sums + first * HEAD_DIM, q.bh, q.row + first, dQ_copies);
   }
 }
 

@@ -106,9 +106,9 @@ __device__ __forceinline__ void add_clear_convert(const StagedSums<buffers>& sum
                                                   const K_ring& K_smem, const Handed* handed) {
   if (warp_index() % 4 > 1) return clear_and_convert(p, w, items);
   unsigned n = 0;                           // tiles so far
-  for_each_item(p, items, K_smem, handed, [&](const Mask& mask, int j, int first) {
+  for_each_item(p, items, K_smem, handed, [&](const Mask& mask, const Handed& work, int first) {
     int* counters = counters_of(w) + first;
-    const auto tiles = mask.query_tiles(j);
+    const auto tiles = mask.query_tiles(work.tile);
     for (int t = tiles.first; t < tiles.end; t++, n++) {
       sums.add(n, first + tiles[t]);
       if (threadIdx.x % 32 == 0) bulk_wait<1>();

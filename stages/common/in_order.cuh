@@ -2,61 +2,87 @@
 // semaphores.
 //
 // dQ_i is a sum over the tiles j of K and V that it sees. Blocks add their parts of it when they have them,
-// and in float the last bits of a sum depend on the order. Here that is the order of j. A semaphore in HBM,
-// one for each dQ_i, counts the tiles that have been added. Who is to add tile j waits until it counts those
-// before j, and counts its own when the sums are there.
+// and in float the last bits of a sum depend on the order. Here that is the order in which a head's tiles j
+// are drawn. A semaphore in HBM, one for each dQ_i, counts the tiles that have been added. Who is to add tile
+// j waits until it counts those before j, and counts its own when the sums are there.
 //
 // Every wait ends: a block is at work on the tiles before j, or has done them, since it drew them earlier
 // (items.cuh), and the first of all tiles that are not done waits for none. (A block's first tile is that of
 // its number: so, if not all blocks run, it ends if they start in that order, which CUDA does not promise.)
 //
-// Few waits are long. Blocks walk through the queries from the last ones up, and those of a head start one
-// after the other: j is one sum behind j - 1, and stays that. (From the first ones down, causal, tile j would
-// begin at query j, and wait until those before it come there.)
+// Few waits are long: causal, tiles come to and fro. Those of even heads come from the last one down, and
+// each goes through its queries from the first one up. So j begins where no tile after it has to add, and
+// comes everywhere after j + 1: nobody waits, even if all begin at once. Short tiles come first, so blocks
+// get ready one after the other. That is what odd heads need, which come next: from the first tile up, and
+// each from the last query down, so that j is a sum later than j - 1. In both together a block has a short
+// and a long tile. (Fro alone, all blocks that begin at once wait; to alone, the longest tiles are the last
+// to end. Packed sequences are faster to alone: of each head tiles of many come one after the other.) And the
+// order of a sum does not depend on how many sequences a call has.
 //
-// But in a small call all tiles of a head begin at once. Then tile j waits for j sums, a microsecond or two
-// each, before it adds its first part. So there dQ has two copies: tile j is added to copy j % 2, after those
-// before it in this copy, and that wait is half as long. Who converts dQ adds the copies up.
+// Without a mask all tiles take equally long, and begin at query 0, one after the other: j is one sum behind
+// j + 1, and stays that.
 #pragma once
 #include "staged_sums.cuh"
 
-// How many heads at a time? Without a mask blocks take equally long: as many heads as are at work at once. So
-// j = 0 of the next heads comes first, when j = 0 of these heads is done.
-inline int heads_at_once(int blocks, int tiles) { return ceil_div(blocks, tiles); }
+constexpr bool full = !CAUSAL && Mask::all_keys, to_and_fro = !full && Mask::sides == 1 && !VARLEN;
 
-// Masked: about sixteen, so that of a head few tiles are at work, and wait for each other; or another number.
-inline int heads_side_by_side(int heads, int about = 16) {
-  return ceil_div(heads, ceil_div(heads, about));
+// How many heads at a time, if L2 holds the sums of so many? As many as are at work at once: then the next
+// ones begin as these end. (At d = 64 twice as many, and of a window more than L2 holds: faster on an H200.)
+inline int heads_in_order(int in_L2, int tiles, int at_once) {
+  if (!to_and_fro) return full ? ceil_div(at_once, tiles) : HEAD_DIM <= 64 ? 4 * in_L2 : in_L2;
+  return max(1, min(in_L2, (HEAD_DIM <= 64 ? 2 : 1) * at_once / tiles));
 }
 
-// How many copies of dQ? More than one if all items are at work at once, `at_once` of them; with few tiles of
-// a head only if there is room for twice as many, at d <= 64 also in two rounds (the fastest on an H200).
-// With more queries than twice the keys these waits are a small part of a call, and a copy may be large.
-inline int copies_of_dQ(const BwdParams& p, int at_once) {
-  const int tiles = ceil_div(p.N_k, BLOCK_C), items = p.B * p.H * tiles;
-  const int most = HEAD_DIM <= 64 ? 2 * at_once : tiles > 4 ? at_once : at_once / 2;
-  return tiles > 1 && items <= most && p.N_q <= 2 * p.N_k ? 2 : 1;
+// Do a head's tiles come from the last one down, and their queries from the first one up, or both the other
+// way round? h: of so many heads in a batch element (of K and V, if a block has several that read these)
+__device__ __forceinline__ bool from_last(int h, int heads) {
+  return !to_and_fro || heads % 2 || h % 2 == 0;
 }
 
-// step(t, cut) for each tile of Q that sees something of tile j, as for_each_tile(), the last one first
+// The n-th tile and its head in that order, as dispatch_order() but for even heads and then for the odd ones
+// that follow them. per_head: numbers that are one head, if heads are those of items
+__device__ __forceinline__ Work dispatch_to_and_fro(int tiles, int heads, bool in_pairs, int heads_together,
+                                                    int n, int per_head = 1) {
+  const int pair = in_pairs && to_and_fro ? 2 : 1;
+  const Work work = dispatch_order(pair * tiles, heads / pair, heads_together, n);
+  const int odd = work.tile >= tiles, first = work.bh / per_head * (pair * per_head) + work.bh % per_head;
+  return {odd ? work.tile - tiles : tiles - 1 - work.tile, first + odd * per_head};
+}
+
+// The n-th item, as the producer hands it over
+__device__ __forceinline__ Handed nth_in_order(const BwdParams& p, const Items& items, int n) {
+  if (n >= items.all) return {{-1}};
+  return items.handed(p, dispatch_to_and_fro(items.tiles, items.heads, p.H_kv % 2 == 0, items.heads_together,
+                                             n, p.H / p.H_kv / items.block_heads));
+}
+
+// The n-th of an item's tiles of Q is tiles[this].
+template <class Tiles>
+__device__ __forceinline__ int nth_of(const Tiles& tiles, int n, bool from_last) {
+  return from_last ? tiles.first + n : tiles.end - 1 - n;
+}
+
+// step(t, cut) for each tile of Q that sees something of tile j, as for_each_tile(), in that order
 template <class Tiles, class Step>
-__device__ __forceinline__ void for_each_tile_from_last(const Mask& mask, const Tiles& tiles, int j, int& n,
-                                                        Step step) {
-  int t = tiles.end - 1;
-  for (; t >= tiles.first && mask.cuts(tiles, t, j); t--, n++) step(t, true);
-  for (; t >= tiles.first && !mask.cuts(tiles, t, j); t--, n++) step(t, false);
-  for (; t >= tiles.first; t--, n++) step(t, true);
+__device__ __forceinline__ void for_each_tile_in_order(const Mask& mask, const Tiles& tiles, int j,
+                                                       bool from_last, int& n, Step step) {
+  const int way = from_last ? 1 : -1;
+  int t = from_last ? tiles.first : tiles.end - 1;
+  const int end = t + way * max(tiles.end - tiles.first, 0);
+  for (; t != end && mask.cuts(tiles, t, j); t += way, n++) step(t, true);
+  for (; t != end && !mask.cuts(tiles, t, j); t += way, n++) step(t, false);
+  for (; t != end; t += way, n++) step(t, true);
 }
 
-// How many of the tiles before j does tile i of Q see? Of those that are added to the same copy. By a warp.
-__device__ __forceinline__ int tiles_before(const Mask& mask, int i, int j, int copies) {
-  if constexpr (Mask::is_range && Mask::sides == 1) return j / copies;   // all
+// How many tiles that tile i of Q sees come before j? Of those that are added to the same copy. By a warp.
+__device__ __forceinline__ int tiles_before(const Mask& mask, int i, int j, bool from_last, int copies) {
   const auto tiles = mask.key_tiles(i);
+  if constexpr (Mask::is_range && Mask::sides == 1)            // all
+    return (from_last ? tiles.end - 1 - j : j) >> (copies - 1);
   int before = 0;
   for (int first = 0; first < tiles.end; first += 32) {
-    const int t = first + threadIdx.x % 32;
-    const int before_j = t < tiles.end ? j - tiles[t] : 0;
-    before += __popc(__ballot_sync(0xffffffff, before_j > 0 && before_j % copies == 0));
+    const int t = first + threadIdx.x % 32, after_j = t < tiles.end ? tiles[t] - j : 0;
+    before += __popc(__ballot_sync(0xffffffff, from_last ? after_j > 0 : after_j < 0));
   }
   return before;
 }
@@ -65,30 +91,13 @@ __device__ __forceinline__ int tiles_before(const Mask& mask, int i, int j, int 
 // that add need not wait for HBM. semaphores: of the tiles of this head, `step` apart. n: tiles so far
 template <class Tiles>
 __device__ __forceinline__ void ask_for_turns(const Place& turn, const Mask& mask, const Tiles& tiles, int j,
-                                              const int* semaphores, int step, unsigned& n,
+                                              bool from_last, const int* semaphores, int step, unsigned& n,
                                               int copies = 1) {
-  for (int t = tiles.end - 1; t >= tiles.first; t--, n++) {
-    const int i = tiles[t], before = tiles_before(mask, i, j, copies);
+  for (int k = 0; k < tiles.end - tiles.first; k++, n++) {
+    const int i = tiles[nth_of(tiles, k, from_last)], before = tiles_before(mask, i, j, from_last, copies);
     turn.wait_until_empty(n);
     while (threadIdx.x % 32 == 0 && load_acquire(semaphores + i * step) < before) {}
     turn.filled();
-  }
-}
-
-// What two warps beside the producer do where others add from registers: one asks for their turns, the other
-// one counts what they have added. `added`: two Places, by turns
-template <class Tiles>
-__device__ __forceinline__ void keep_order(const Place& turn, uint64_t* added, const Mask& mask,
-                                           const Tiles& tiles, int j, int* semaphores, int step,
-                                           int copies) {
-  unsigned n = 0;                           // tiles so far
-  wait_for_previous_kernel();
-  if (warp_index() % 4 == 1) return ask_for_turns(turn, mask, tiles, j, semaphores, step, n, copies);
-  for (int t = tiles.end - 1; t >= tiles.first && warp_index() % 4 == 2; t--, n++) {
-    const Place place(added + n % 2 * 2);
-    place.wait_until_full(n / 2);
-    if (threadIdx.x % 32 == 0) count_release(semaphores + tiles[t] * step);
-    place.emptied();
   }
 }
 
@@ -100,19 +109,22 @@ __device__ __forceinline__ void add_in_order(const StagedSums<buffers>& sums, in
                                              const BwdParams& p, const Items& items,
                                              const K_ring& K_smem, const Handed* handed, int copies = 1) {
   const Place turn = sums.turn();
-  const int tiles_of_dQ = p.B * p.H * ceil_div(p.N_q, BLOCK_R);          // in a copy
   unsigned n = 0;                           // tiles so far
-  for_each_item<Item>(p, items, K_smem, handed, [&](const Mask& mask, int j, int first) {
+  for_each_item<Item>(p, items, K_smem, handed, [&](const Mask& mask, const Handed& work, int first) {
+    const int j = work.tile;
+    const bool last = from_last(work.h, p.H_kv);
     const auto tiles = mask.query_tiles(j);
-    first += j % copies * tiles_of_dQ;
-    if (warp_index() % 4 == 1) return ask_for_turns(turn, mask, tiles, j, semaphores + first, 1, n, copies);
-    for (int t = tiles.end - 1; t >= tiles.first; t--, n++) {
+    first += j % copies * p.B * p.H * ceil_div(p.N_q, BLOCK_R);          // in its copy
+    if (warp_index() % 4 == 1)
+      return ask_for_turns(turn, mask, tiles, j, last, semaphores + first, 1, n, copies);
+    for (int k = 0; k < tiles.end - tiles.first; k++, n++) {
+      const int i = tiles[nth_of(tiles, k, last)];
       turn.wait_until_full(n);
       turn.emptied();
-      sums.add(n, first + tiles[t], first_stores && tiles_before(mask, tiles[t], j, copies) == 0);
+      sums.add(n, first + i, first_stores && tiles_before(mask, i, j, last, copies) == 0);
       if (threadIdx.x % 32 > 0) continue;
       bulk_wait<0>();
-      count_release(semaphores + first + tiles[t]);
+      count_release(semaphores + first + i);
     }
   });
 }

@@ -28,8 +28,10 @@ struct Items {
 
   // The n-th, as the producer hands it over: bh is its first query head, h the head of K and V
   __device__ __forceinline__ Handed nth(const BwdParams& p, int n) const {
-    if (n >= all) return {{-1}};
-    const Work work = dispatch_order(tiles, heads, heads_together, n);
+    return n < all ? handed(p, dispatch_order(tiles, heads, heads_together, n)) : Handed{{-1}};
+  }
+
+  __device__ __forceinline__ Handed handed(const BwdParams& p, const Work& work) const {
     const int bh = work.bh * block_heads;
     return {{work.tile, bh}, bh / p.H, bh % p.H / (p.H / p.H_kv)};
   }

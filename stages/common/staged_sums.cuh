@@ -69,8 +69,8 @@ struct WholeItem {
       : p(p), work(work), heads_before(work.b * p.H), first_i(0) {}
 };
 
-// f(mask, j, first) for each item of a block, tile j of K and V, and each of its query heads, by a warp
-// beside the producer. first: the head's first tile of dQ, of all there are
+// f(mask, work, first) for each item of a block and each of its query heads, by a warp beside the producer.
+// first: the head's first tile of dQ, of all there are
 template <class Item = WholeItem, class K_ring, class F>
 __device__ __forceinline__ void for_each_item(const BwdParams& p, const Items& items, const K_ring& K_smem,
                                               const Handed* handed, F f) {
@@ -83,7 +83,7 @@ __device__ __forceinline__ void for_each_item(const BwdParams& p, const Items& i
     if (work.tile < 0) return;
     const Item in(p, work);
     for (int bh = work.bh; bh < work.bh + items.block_heads; bh++)
-      f(Mask(in.p, in.work.b, bh - in.heads_before), in.work.tile, bh * Tr + in.first_i);
+      f(Mask(in.p, in.work.b, bh - in.heads_before), in.work, bh * Tr + in.first_i);
   }
 }
 
@@ -92,8 +92,8 @@ template <int buffers, class K_ring>
 __device__ __forceinline__ void add_sums(const StagedSums<buffers>& sums, const BwdParams& p,
                                          const Items& items, const K_ring& K_smem, const Handed* handed) {
   unsigned n = 0;                           // tiles so far
-  for_each_item(p, items, K_smem, handed, [&](const Mask& mask, int j, int first) {
-    const auto tiles = mask.query_tiles(j);
+  for_each_item(p, items, K_smem, handed, [&](const Mask& mask, const Handed& work, int first) {
+    const auto tiles = mask.query_tiles(work.tile);
     for (int t = tiles.first; t < tiles.end; t++, n++) sums.add(n, first + tiles[t]);
   });
   if (threadIdx.x % 32 == 0) bulk_wait<0>();

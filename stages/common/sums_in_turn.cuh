@@ -2,6 +2,15 @@
 #pragma once
 #include "bulk_sums.cuh"
 #include "in_order.cuh"
+#include "packed_items.cuh"
+
+// The n-th item in that order, as nth_in_sequence()
+__device__ __forceinline__ Handed nth_in_order(const BwdParams& p, const Items& items, int n, int* ticket) {
+  if (!VARLEN) return nth_in_order(p, items, n);
+  Handed work = nth_in_sequence(p, items, n, ticket);
+  if (work.tile >= 0) work.tile = ceil_div(nth_sequence(p, work.b).K.N, BLOCK_C) - 1 - work.tile;
+  return work;
+}
 
 // As StagedSums, for d > 192, where shared memory has no room for a tile. So consumers add it in parts, and
 // wait for the turn themselves. They do not wait until their sums are in HBM: they tell it with the next
@@ -43,18 +52,19 @@ template <bool, class Item, class K_ring>
 __device__ __forceinline__ void add_in_order(const SumsInTurn& sums, int* semaphores, const BwdParams& p,
                                              const Items& items, const K_ring& K_smem, const Handed* handed) {
   unsigned n = 0, k = 0, heads = 0;         // tiles so far, what has been told, heads
-  int last = -1;                            // the tile that is added
+  int added = -1;                           // the tile that is being added
   auto count = [&](int next) {
     sums.told(k).wait_until_full(k / 2);
     sums.told(k++).emptied();
-    if (threadIdx.x % 32 == 0 && last >= 0) count_release(semaphores + last);
-    last = next;
+    if (threadIdx.x % 32 == 0 && added >= 0) count_release(semaphores + added);
+    added = next;
   };
-  for_each_item<Item>(p, items, K_smem, handed, [&](const Mask& mask, int j, int first) {
-    const auto tiles = mask.query_tiles(j);
+  for_each_item<Item>(p, items, K_smem, handed, [&](const Mask& mask, const Handed& work, int first) {
+    const auto tiles = mask.query_tiles(work.tile);
+    const bool last = from_last(work.h, p.H_kv);
     if (warp_index() % 4 == 1)
-      return ask_for_turns(sums.turn(), mask, tiles, j, semaphores + first, 1, n);
-    for (int t = tiles.end - 1; t >= tiles.first; t--) count(first + tiles[t]);
+      return ask_for_turns(sums.turn(), mask, tiles, work.tile, last, semaphores + first, 1, n);
+    for (int k = 0; k < tiles.end - tiles.first; k++) count(first + tiles[nth_of(tiles, k, last)]);
     if (++heads % items.block_heads == 0) count(-1);
   });
 }
