@@ -19,7 +19,7 @@
 //          full (H200, bf16, N=4096; make readme)
 //
 // As in semaphores (common/in_order.cuh), one for either half of dQ's columns. The third warpgroup adds from
-// registers, a warp beside counts: causal 0.99 to 1.03 times as long, full 1.05, small calls to 1.26 (H200).
+// registers, a warp beside counts: causal 0.99 to 1.03 times as long, full to 1.09, small calls 1.26 (H200).
 // Stays because calls with deterministic=True and d > 128 take it. HBM, dropout: as in exchanged_tuned.
 #pragma once
 #include "common/clear_unseen.cuh"

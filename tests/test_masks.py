@@ -416,6 +416,7 @@ def test_rows_that_see_a_key_are_those_that_are_found(first, last, N_q, N_k, tmp
 
 
 @pytest.mark.parametrize("backward, d", [("exchanged_tuned", 136), ("exchanged_semaphores", 136),
+                                         ("exchanged_group", 136), ("exchanged_stream_k", 136),
                                          ("hopper_tuned", 64), ("augmented", 64)])
 def test_lists_of_tiles_are_awaited(backward, d):
     """What makes them, prepare_kernel and the stage's own kernel may all run at a time."""
