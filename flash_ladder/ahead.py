@@ -23,9 +23,17 @@ from .stage import Stage
 SIZES = [1 << power for power in range(0, 48)]
 
 
-def a_call(d: int, masked: bool, N: int = SIZES[-1]) -> dict[str, int]:
-    """Of a call in training, a large one by default, all that a stage's `default` may ask."""
-    return {"B": 1, "H": 1, "H_kv": 1, "N_q": N, "N_k": N, "d": d, "gradients": 1, "masked": int(masked)}
+def a_call(d: int, masked: bool, N: int, group: int) -> dict[str, int]:
+    """Of a call in training all that a stage's `default` may ask. group: query heads of a key head."""
+    return {"B": 1, "H": group, "H_kv": 1, "N_q": N, "N_k": N, "d": d, "gradients": 1, "masked": int(masked)}
+
+
+def stages_of_calls(stage: str | Path | Stage | None, dtype: torch.dtype, device: torch.device,
+                    direction: str, deterministic: bool, d: int, masked: bool) -> list[Stage]:
+    """What calls in training take, small and large ones, with grouped heads and without."""
+    calls = [a_call(d, masked, N, group) for N in (SIZES[0], SIZES[-1]) for group in (1, 2)]
+    return list(dict.fromkeys(find_stage(stage, dtype, device, direction, deterministic, d, call)
+                              for call in calls))
 
 
 Job = tuple  # the arguments of build()
@@ -118,8 +126,7 @@ def compile(d: int, dtype: torch.dtype = torch.float32, *, causal: bool | None =
     asked = [(stage, "fwd"), *[(backward, "bwd")] * as_bool("gradients", gradients)]
     jobs = [job(found, dtype, d, mask, tiles, device, deterministic)
             for (name, direction), mask in itertools.product(asked, masks)
-            for found in dict.fromkeys(find_stage(name, dtype, device, direction, deterministic, d,
-                                                  a_call(d, mask, N)) for N in (SIZES[0], SIZES[-1]))
+            for found in stages_of_calls(name, dtype, device, direction, deterministic, d, mask)
             for tiles in variants(found, d, device, mask)]
     with Progress(console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task("building", total=len(jobs))
