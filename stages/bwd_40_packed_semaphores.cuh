@@ -37,8 +37,9 @@
 //     256   full       1.08         1.16         1.21
 //
 // Heads together, causal, 2 4 8, d=256: mixed 1.06 1.03 1.23, equal 1.22 1.12 1.03, short 1.20 1.18 1.16. To
-// and fro, every other sequence: equal 1.86, d=64 2.18. Calls of one shape come to and fro, for which d > 192
-// is slower, 1.36 causal, not 1.08 (N=4096): there calls take exchanged_semaphores.
+// and fro, every other sequence: equal 1.86, d=64 2.18. Calls of one shape, which take first_stores or
+// exchanged_semaphores, have been measured (above) to and fro, but not to alone, as they come now: so that a
+// sequence has the same bits by itself.
 //
 // HBM traffic without caches (hbm, above): as in whole_group. A thread spills up to 96 bytes; 180: dropout.
 // Stays because deterministic calls with packed sequences take it: ampere_tuned's copies of dQ took 2.2 to
@@ -124,7 +125,7 @@ __global__ void __launch_bounds__(threads, 1) backward_kernel(
     if (warp == warps + 3 || warp == warps && threadIdx.x % 32 > 0) return;
     if (warp > warps) return add_in_order<false, ItemInSequence>(sums, semaphores, p, items, K_smem, handed);
     for (int m = 0, next = blockIdx.x;; m++, next = next_item(w.ticket)) {         // line 5
-      const ItemInSequence in(p, nth_in_order(p, items, next, w.ticket));
+      const ItemInSequence in(p, nth_from_last(p, items, next, w.ticket));
       K_smem.wait_until_empty(m);
       *handed = in.work;
       if (in.work.tile < 0) return mbarrier_arrive(K_smem.full);         // the consumers end, too
@@ -133,8 +134,8 @@ __global__ void __launch_bounds__(threads, 1) backward_kernel(
       int h = in.work.bh - in.heads_before;      // the first one of its query heads; then the next ones
       do {
         const auto tiles = Mask(in.p, in.work.b, h).query_tiles(handed->tile);
-        for (int k = 0; k < tiles.end - tiles.first; k++, n++) {         // line 9
-          const int i = tiles[nth_of(tiles, k, from_last(in.work.h, p.H_kv))];
+        for (int t = tiles.first; t < tiles.end; t++, n++) {             // line 9
+          const int i = tiles[t];
           const int64_t row = (int64_t)((in.heads_before + h) * Tr + in.first_i + i) * Br;       // in L and D
           in.fill_queries(Q_smem, Q_map, n, i, h, L_smem, w.L + row);
           in.fill_queries(dO_smem, dO_map, n, i, h, D_smem, w.D + row);
@@ -226,7 +227,7 @@ __global__ void __launch_bounds__(threads, 1) backward_kernel(
         wgmma_wait<0>();
         sums.stage(n, dQ_reg, warp_row, first_dim, dQ_part * dQ_columns, m, bh * Tr + in.first_i + i);
       };
-      for_each_tile_in_order(mask, tiles, j, from_last(in.work.h, p.H_kv), n, step);      // line 17
+      for_each_tile(mask, tiles, j, n, step);                            // line 17
     } while (++bh % items.block_heads);
     const ItemInSequence done(p, of_lane_0(handed));     // again: no registers for it in the loop
     K_smem.release(m);
@@ -289,8 +290,7 @@ cudaError_t launch(const BwdParams& p, cudaStream_t stream) {
                        sizeof(float) * (SumsOfQ::all + 4 * Br) + 20 * sizeof(uint64_t);
   allow_shared_memory(backward_kernel, bytes);
   Items items(p, heads_of_a_block(p));                                   // line 2
-  items.heads_together = VARLEN ? full ? d <= 64 ? 32 : 16 : 4
-                                : heads_in_order(items.heads_together, items.tiles, items.blocks());
+  items.heads_together = !full ? 4 : d <= 64 ? 32 : 16;
   cudaLaunchKernelEx(EarlyLaunch(items.blocks(), threads, bytes, stream), backward_kernel, p, w, dKV_parts,
                      semaphores, items, Q_map, K_map, V_map, dO_map, dK_map, dV_map);
   cudaLaunchKernelEx(EarlyLaunch(p.B * p.H * ceil_div(p.N_q, convert_rows), 256, 0, stream),

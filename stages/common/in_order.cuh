@@ -24,7 +24,7 @@
 #pragma once
 #include "staged_sums.cuh"
 
-constexpr bool full = !CAUSAL && Mask::all_keys, to_and_fro = !full && Mask::sides == 1 && !VARLEN;
+constexpr bool full = !CAUSAL && Mask::all_keys, to_and_fro = !full && Mask::sides == 1;
 
 // How many heads at a time, if L2 holds the sums of so many? As many as are at work at once: then the next
 // ones begin as these end. (At d = 64 twice as many, and of a window more than L2 holds: faster on an H200.)
@@ -112,7 +112,7 @@ __device__ __forceinline__ void add_in_order(const StagedSums<buffers>& sums, in
   unsigned n = 0;                           // tiles so far
   for_each_item<Item>(p, items, K_smem, handed, [&](const Mask& mask, const Handed& work, int first) {
     const int j = work.tile;
-    const bool last = from_last(work.h, p.H_kv);
+    const bool last = !std::is_same_v<Item, WholeItem> || from_last(work.h, p.H_kv);   // sequences: to alone
     const auto tiles = mask.query_tiles(j);
     first += j % copies * p.B * p.H * ceil_div(p.N_q, BLOCK_R);          // in its copy
     if (warp_index() % 4 == 1)

@@ -4,9 +4,8 @@
 #include "in_order.cuh"
 #include "packed_items.cuh"
 
-// The n-th item in that order, as nth_in_sequence()
-__device__ __forceinline__ Handed nth_in_order(const BwdParams& p, const Items& items, int n, int* ticket) {
-  if (!VARLEN) return nth_in_order(p, items, n);
+// The n-th item, as nth_in_sequence(), if a sequence's tiles come from the last one down
+__device__ __forceinline__ Handed nth_from_last(const BwdParams& p, const Items& items, int n, int* ticket) {
   Handed work = nth_in_sequence(p, items, n, ticket);
   if (work.tile >= 0) work.tile = ceil_div(nth_sequence(p, work.b).K.N, BLOCK_C) - 1 - work.tile;
   return work;
@@ -61,10 +60,9 @@ __device__ __forceinline__ void add_in_order(const SumsInTurn& sums, int* semaph
   };
   for_each_item<Item>(p, items, K_smem, handed, [&](const Mask& mask, const Handed& work, int first) {
     const auto tiles = mask.query_tiles(work.tile);
-    const bool last = from_last(work.h, p.H_kv);
     if (warp_index() % 4 == 1)
-      return ask_for_turns(sums.turn(), mask, tiles, work.tile, last, semaphores + first, 1, n);
-    for (int k = 0; k < tiles.end - tiles.first; k++) count(first + tiles[nth_of(tiles, k, last)]);
+      return ask_for_turns(sums.turn(), mask, tiles, work.tile, true, semaphores + first, 1, n);
+    for (int t = tiles.first; t < tiles.end; t++) count(first + tiles[t]);
     if (++heads % items.block_heads == 0) count(-1);
   });
 }
