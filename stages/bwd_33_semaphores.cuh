@@ -35,7 +35,7 @@
 // once, and then wait for each other. Causal, all tiles fro, of 16 heads together: 1.12 at d=64, 1.10 at
 // d=128 (N=4096; H100). A division by the number of copies for each turn: 1.05 at d=128 (first_stores).
 //
-// HBM traffic without caches (hbm, above): as in whole_group. A thread spills 4 to 8 bytes.
+// HBM traffic without caches (hbm, above): as in whole_group. A thread spills up to 40 bytes.
 //
 // Changed from writer_warp: turns, semaphores, and the way through the queries.
 #pragma once

@@ -41,7 +41,7 @@
 // exchanged_semaphores, have been measured (above) to and fro, but not to alone, as they come now: so that a
 // sequence has the same bits by itself.
 //
-// HBM traffic without caches (hbm, above): as in whole_group. A thread spills up to 96 bytes; 180: dropout.
+// HBM traffic without caches (hbm, above): as in whole_group. A thread spills up to 28 bytes; 168: dropout.
 // Stays because deterministic calls with packed sequences take it: ampere_tuned's copies of dQ took 2.2 to
 // 3.3 times packed's time.
 //
