@@ -19,7 +19,8 @@
 // dQ_i is a sum over tiles of keys, in the order in which blocks come to it. Here that is the order of keys
 // (common/in_order.cuh). Two warps beside the producer see to it: one asks a semaphore in HBM whose turn it
 // is, the other one adds a tile, waits until the sums are there, and counts it. So dQ has the same bits in
-// each run; dK and dV have anyway.
+// each run; dK and dV have anyway. Causal, tiles of even heads come from the last one down, those of odd
+// heads from the first one up: "to" and "fro", so that few have to wait.
 //
 // ordered_dq has another way: eight copies of dQ, each of which gets one addend a launch, and a launch for
 // eight tiles of keys. On Hopper it took 1.7 to 2.6 times as long at d=64, 2.0 to 2.9 times at d=128 (H100,
@@ -33,7 +34,7 @@
 // that ask the semaphore, and wait for their own sums, 1.6 to 2.4: two ways to L2 and back in each step. Head
 // after head, without a mask, 1.4 at N <= 4096: several heads end at once, so the next one's tiles begin at
 // once, and then wait for each other. Causal, all tiles fro, of 16 heads together: 1.12 at d=64, 1.10 at
-// d=128 (N=4096; H100). A division by the number of copies for each turn: 1.05 at d=128 (first_stores).
+// d=128 (N=4096; H100).
 //
 // HBM traffic without caches (hbm, above): as in whole_group. A thread spills up to 40 bytes.
 //

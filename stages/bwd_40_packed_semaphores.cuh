@@ -19,7 +19,7 @@
 //
 // packed takes packed sequences, semaphores gives sums of dQ the same bits in each run (common/in_order.cuh).
 // Here are both, and d > 192, for which semaphores has no room. A semaphore is that of a sequence's tile of
-// Q. Each wait ends as in semaphores: the tiles of a sequence are drawn in the order of its keys.
+// Q. Each wait ends as in semaphores: a sequence's tiles are drawn from the last one down.
 //
 // With d > 192 consumers add their sums (common/sums_in_turn.cuh). A warp that adds a tile in eight parts was
 // slower, and with a condition on what has been told a thread spilled 640 bytes with dropout.

@@ -409,6 +409,24 @@ def test_heads_with_and_without_a_pair(stage, H, H_kv, device):
     check_gradients(run((stage, False), q, k, v, do, 130, None, dlse), q, k, v, do, 130, None, dlse)
 
 
+@pytest.mark.parametrize("stage, H, H_kv, fro", [
+    ("semaphores", 2, 2, [1]), ("semaphores", 3, 3, []), ("first_stores", 4, 2, [2, 3]),
+    ("first_stores", 2, 1, []), ("exchanged_semaphores", 2, 1, [1]), ("exchanged_semaphores", 3, 3, []),
+    ("packed_semaphores", 2, 2, [])])
+def test_sums_come_to_and_fro(stage, H, H_kv, fro, device):
+    """The order shows where sums are rounded. P is the same for all keys; three have a V, and so the same dS,
+    and their K are large, its negative, and tiny, each in a tile of its own. To, the tiny one comes first,
+    and is lost; fro it comes last."""
+    q, k, v = torch.zeros(1, H, 384, 64), torch.zeros(1, H_kv, 384, 64), torch.zeros(1, H_kv, 384, 64)
+    k[:, :, 5], k[:, :, 133], k[:, :, 261] = 2.**20, -2.**20, 2.**-10
+    v[:, :, [5, 133, 261]] = 1
+    q, k, v = (x.to(device, torch.bfloat16).requires_grad_() for x in (q, k, v))
+    o = flash.attention(q, k, v, causal=True, backward=stage)
+    dq, = torch.autograd.grad(o, q, torch.ones_like(o))
+    assert [h for h in range(H) if dq[0, h, 261:].all()] == fro
+    assert not any(dq[0, h, 261:].any() for h in range(H) if h not in fro)
+
+
 def with_copies(name, tmp_path):
     """A stage as it is on a GPU of 132 multiprocessors, where a call of few items has two copies of dQ."""
     text, asked = BY_NAME[name].path.read_text(), "copies_of_dQ(p, multiprocessors()"

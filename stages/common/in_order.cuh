@@ -10,14 +10,14 @@
 // (items.cuh), and the first of all tiles that are not done waits for none. (A block's first tile is that of
 // its number: so, if not all blocks run, it ends if they start in that order, which CUDA does not promise.)
 //
-// Few waits are long: causal, tiles come to and fro. Those of even heads come from the last one down, and
-// each goes through its queries from the first one up. So j begins where no tile after it has to add, and
-// comes everywhere after j + 1: nobody waits, even if all begin at once. Short tiles come first, so blocks
-// get ready one after the other. That is what odd heads need, which come next: from the first tile up, and
-// each from the last query down, so that j is a sum later than j - 1. In both together a block has a short
-// and a long tile. (Fro alone, all blocks that begin at once wait; to alone, the longest tiles are the last
-// to end. Packed sequences are faster to alone: of each head tiles of many come one after the other.) And the
-// order of a sum does not depend on how many sequences a call has.
+// Few waits are long: causal, tiles come to and fro. Those of even heads come "to", from the last one down,
+// and each goes through its queries from the first one up. So j begins where no tile after it has to add, and
+// comes everywhere after j + 1: it need not wait, even if all begin at once. Short tiles come first, so
+// blocks get ready one after the other. That is what odd heads need, which come next, "fro": from the first
+// tile up, and each from the last query down, so that j is a sum later than j - 1. In both together a block
+// has a short and a long tile. (Fro alone, all blocks that begin at once wait; to alone, the longest tiles
+// are the last to end. Packed sequences are faster to alone: of each head tiles of many come one after the
+// other.) And the order of a sum does not depend on how many sequences a call has.
 //
 // Without a mask all tiles take equally long, and begin at query 0, one after the other: j is one sum behind
 // j + 1, and stays that.
@@ -75,6 +75,7 @@ __device__ __forceinline__ void for_each_tile_in_order(const Mask& mask, const T
 }
 
 // How many tiles that tile i of Q sees come before j? Of those that are added to the same copy. By a warp.
+// (There are one or two copies: with a division first_stores took 1.01 to 1.09 of the time, causal, H200.)
 __device__ __forceinline__ int tiles_before(const Mask& mask, int i, int j, bool from_last, int copies) {
   const auto tiles = mask.key_tiles(i);
   if constexpr (Mask::is_range && Mask::sides == 1)            // all

@@ -31,6 +31,7 @@ struct Items {
     return n < all ? handed(p, dispatch_order(tiles, heads, heads_together, n)) : Handed{{-1}};
   }
 
+  // The item of this tile and head
   __device__ __forceinline__ Handed handed(const BwdParams& p, const Work& work) const {
     const int bh = work.bh * block_heads;
     return {{work.tile, bh}, bh / p.H, bh % p.H / (p.H / p.H_kv)};

@@ -4,7 +4,7 @@
 // In a small call without a mask all tiles of a head begin at once. Then tile j waits for as many sums as
 // there are tiles before it (in_order.cuh), a microsecond or two each. So there dQ has two copies: tile j is
 // added to copy j % 2, after those before it in this copy, and that wait is half as long. Who converts dQ
-// adds the copies up.
+// adds the copies up. (So there dQ's last bits depend on whether a call is small.)
 //
 // (Tile j could begin at tile j Tr / Tc of Q and go round, and nobody would wait. In first_stores, full, B=1,
 // N=2048 and 4096, that took 0.97 of augmented's time at d=128, where 1.15 and 1.17 are taken here; at d=64
