@@ -23,15 +23,16 @@ from .stage import Stage
 SIZES = [1 << power for power in range(0, 48)]
 
 
-def a_call(d: int, masked: bool, N: int, group: int) -> dict[str, int]:
+def a_call(d: int, causal: bool, N: int, group: int = 1, H_kv: int = 1) -> dict[str, int]:
     """Of a call in training all that a stage's `default` may ask. group: query heads of a key head."""
-    return {"B": 1, "H": group, "H_kv": 1, "N_q": N, "N_k": N, "d": d, "gradients": 1, "masked": int(masked)}
+    return {"B": 1, "H": group * H_kv, "H_kv": H_kv, "N_q": N, "N_k": N, "d": d, "gradients": 1,
+            "masked": int(causal), "causal": int(causal)}
 
 
 def stages_of_calls(stage: str | Path | Stage | None, dtype: torch.dtype, device: torch.device,
-                    direction: str, deterministic: bool, d: int, masked: bool) -> list[Stage]:
+                    direction: str, deterministic: bool, d: int, causal: bool) -> list[Stage]:
     """What calls in training take, small and large ones, with grouped heads and without."""
-    calls = [a_call(d, masked, N, group) for N in (SIZES[0], SIZES[-1]) for group in (1, 2)]
+    calls = (a_call(d, causal, *how) for how in itertools.product(SIZES, (1, 2), (1, 2)))
     return list(dict.fromkeys(find_stage(stage, dtype, device, direction, deterministic, d, call)
                               for call in calls))
 

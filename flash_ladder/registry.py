@@ -171,6 +171,7 @@ def best_stage(ladder: list[Stage], device: torch.device, dtype: torch.dtype, de
     Returns:
         A stage that takes `dtype`. If none will do, one for the error message.
     """
+    sizes = _asked(sizes, deterministic)
     takers = [s for s in ladder if dtype in s.dtypes and s.is_for(sizes)]
     takers = [s for s in takers if not s.lacks(needs)] or takers
     takers = [s for s in takers if s.can_be_deterministic or not deterministic] or takers
@@ -187,12 +188,13 @@ def why_this(stage: Stage, asked: str | Path | Stage | None, dtype: torch.dtype,
     if asked is not None:
         return "the call names it"
     ladder = stages(stage.direction)
+    wanted = torch.are_deterministic_algorithms_enabled() if deterministic is None else deterministic
+    sizes = _asked(sizes, wanted)
     first = next(s for s in _by_preference(ladder, device, dtype, sizes, needs) if s.is_for(sizes))
     if stage == first:
         calls = f" by calls of {stage.calls}" * bool(stage.calls)
         return (f"the end of its branch, which is taken {_where(stage)}{calls}"
                 f"{_elsewhere(ladder, device, dtype) * (not stage.calls)}")
-    wanted = torch.are_deterministic_algorithms_enabled() if deterministic is None else deterministic
     if lacking := first.lacks(needs):
         problem = f"takes no {lacking}"
     elif wanted and not first.can_be_deterministic:
@@ -202,6 +204,10 @@ def why_this(stage: Stage, asked: str | Path | Stage | None, dtype: torch.dtype,
     else:
         problem = f"has no tiles that fit d={d} into {shared_memory_per_block(device)} bytes of shared memory"
     return f"the nearest relative of {first.name}, which {problem}"
+
+
+def _asked(sizes: dict[str, int] | None, deterministic: bool) -> dict[str, int] | None:
+    return sizes and sizes | {"deterministic": int(deterministic)}
 
 
 def _where(stage: Stage) -> str:
@@ -221,9 +227,10 @@ def _elsewhere(ladder: list[Stage], device: torch.device, dtype: torch.dtype) ->
 def _by_preference(ladder: list[Stage], device: torch.device, dtype: torch.dtype,
                    sizes: dict[str, int] | None, needs: tuple[str, ...]) -> Iterator[Stage]:
     """All stages, some several times. For each default, that of the latest architecture that the device has
-    first, and before others one that is for such calls alone: it, what grew from it, its parent, what else
-    grew from that, and so on. Of what grew from one, the last ones first, but for those that are for packed
-    sequences, or for the same bits in each run, if the call has not asked. At last, the rest."""
+    first, and before others one that is for such calls alone (of several, the last one): it, what grew from
+    it, its parent, what else grew from that, and so on. Of what grew from one, the last ones first, but for
+    those that are for packed sequences, or for the same bits in each run, if the call has not asked. At last,
+    the rest."""
     by_name = {s.name: s for s in ladder}
 
     def rank(default: Stage) -> tuple:
@@ -233,7 +240,7 @@ def _by_preference(ladder: list[Stage], device: torch.device, dtype: torch.dtype
     def unasked(s: Stage) -> tuple:
         return "varlen" in s.takes and "varlen" not in needs, s.can_be_deterministic
 
-    defaults = sorted((s for s in ladder if s.default and dtype in s.dtypes
+    defaults = sorted((s for s in reversed(ladder) if s.default and dtype in s.dtypes
                        and (not s.calls or s.is_for(sizes) and not s.lacks(needs))), key=rank, reverse=True)
     for default in defaults:
         for ancestor in _lineage(default, by_name):

@@ -123,9 +123,10 @@ class Stage:
     def is_for(self, sizes: dict[str, int] | None) -> bool:
         """Whether a call without a name takes it, as far as sizes tell: B, H, H_kv, N_q, N_k, d; gradients: 1
         in the forward pass of a call that needs them, or 0; masked: 1 if it has a mask, such as causal, or 0;
-        and window, as of default_tiles(), if it has one. None: nobody knows them."""
+        causal: 1 if that is its mask; deterministic: 1 if it has to be; and window, as of default_tiles(), if
+        it has one. None: nobody knows them."""
         return not self.calls or sizes is not None and bool(
-            self._value("default", self.calls, **{"window": MANY} | sizes))
+            self._value("default", self.calls, **{"window": MANY, "causal": 0, "deterministic": 0} | sizes))
 
     def lacks(self, needs: Iterable[str]) -> str:
         """The first of what a call needs that it does not know, of TAKES and REFUSES; empty: nothing."""

@@ -43,7 +43,7 @@ def shapes() -> Iterator[ratios.Shape]:
 
 def stage_of(direction: str, dtype: str, d: int, causal: bool, B: int, H: int, needs: tuple[str, ...]) -> str:
     """The name of the stage that such a call takes here. needs: as of find_stage()."""
-    sizes = ahead.a_call(d, causal, N, 1) | {"B": B, "H": H, "H_kv": H}
+    sizes = ahead.a_call(d, causal, N) | {"B": B, "H": H, "H_kv": H}
     return flash.find_stage(None, flash.DTYPES[dtype], flash.default_device(), direction, d=d, sizes=sizes,
                             needs=needs).name
 

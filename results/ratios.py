@@ -86,7 +86,7 @@ def shapes(dtypes: list[str]) -> Iterator[Shape]:
 def best_stage(direction: str, dtype: str, d: int) -> str:
     """The name of the stage that a large call with a mask takes here without one."""
     return flash.find_stage(None, flash.DTYPES[dtype], flash.default_device(), direction, d=d,
-                            sizes=ahead.a_call(d, True, ahead.SIZES[-1], 1)).name
+                            sizes=ahead.a_call(d, True, ahead.SIZES[-1], H_kv=2)).name
 
 
 def middle(turns: tuple[dict, ...]) -> dict:

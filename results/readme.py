@@ -104,9 +104,9 @@ def speed() -> str:
                 (row["dtype"], row["pass"], row["d"], row["causal"]) == (dtype, direction, d, causal)}
         ladder = [row for row in rows.values() if row["kind"] == "stage"]
         sizes = {"B": 4, "H": 2048 // d, "H_kv": 2048 // d, "N_q": 4096, "N_k": 4096, "d": d, "gradients": 0,
-                 "masked": int(causal)}       # in 16 bits; in fp32 nothing depends on them
+                 "masked": int(causal), "causal": int(causal)}      # in 16 bits; fp32 has one stage for all
         stages = {s.name: s for s in flash.stages(direction) if flash.DTYPES[dtype] in s.dtypes}
-        taken = max((s for s in stages.values() if s.default and s.is_for(sizes)),
+        taken = max((s for s in reversed(stages.values()) if s.default and s.is_for(sizes)),
                     key=lambda s: (bool(s.calls), s.default))                   # as best_stage()
         if taken.name not in rows:
             instead[taken.name] = taken.after

@@ -12,8 +12,8 @@
 // workspace: dQ_accum, L, D, dK_parts, dV_parts, semaphores
 // hbm:     B * (4 * d * N_k * (H_kv + 4 * H * (H > H_kv)) + H * (N_k * (5 * d + min(d, 64) * (ceil_div(d, 64)
 //          % 2)) + N_q * (10 * d + 4 + 4 * Tc * (2 * d + min(d, 64) * (ceil_div(d, 64) % 2))) + 8 * Tr * Br *
-//          (Tc * (d + 2) + d / 2 + 1 + d * (1 < Tc and N_q <= 2 * N_k and B * H * Tc <= multiprocessors // 2
-//          * 2 // (1 if d <= 64 else 2 if Tc > 4 else 4)))))
+//          (Tc * (d + 2) + d / 2 + 1 + d * (1 < Tc and N_q <= 2 * N_k and B * H * Tc <= multiprocessors //
+//          2))))
 // predicted: none was made
 // measured: 0.98x at d=64 causal, 0.95x full, 0.96x at d=128 causal, 0.93x full, 0.98x at d=256 causal, 0.92x
 //          full (H200, bf16, N=4096; make readme)
@@ -290,7 +290,7 @@ cudaError_t launch(const BwdParams& p, cudaStream_t stream) {
                        sizeof(float) * 4 * Br + 28 * sizeof(uint64_t);
   allow_shared_memory(backward_kernel, bytes);
   const int Tc = ceil_div(p.N_k, 2 * Bc), blocks = 2 * p.B * p.H * Tc, at_once = multiprocessors() / 2;
-  const int heads_together = heads_in_order(heads_with_sums_in_L2(p.B * p.H, p.N_q), Tc, at_once);
+  const int heads_together = heads_in_order(p.B * p.H, p.N_q, Tc, at_once);
   cudaLaunchKernelEx(ClusterLaunch(2, blocks, threads, bytes, stream, true), backward_kernel, p, w, dKV_parts,
                      w.ticket, heads_together, dQ_copies(p), Q_map, K_map, V_map, dO_map, dK_map, dV_map);
   cudaLaunchKernelEx(EarlyLaunch(p.B * p.H * ceil_div(p.N_q, convert_rows), 256, 0, stream),

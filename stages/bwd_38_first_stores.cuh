@@ -3,6 +3,8 @@
 // types:   fp16, bf16
 // needs:   sm_90a
 // after:   augmented
+// default: sm_90a if d <= 128 and (deterministic or causal and H_kv % 2 == 0 and
+//          (256 * d <= B * H * N_q if d > 64 else 1024 * d <= B * H * N_q <= 4096 * d))
 // deterministic: yes
 // takes:   dropout, sink, d_v
 // tiles:   Br=128 Bc=128; d > 64: Br=64 Bc=128; d > 128: Br=64 Bc=64
@@ -81,7 +83,7 @@ constexpr int behind_dK = 2 * panels <= room ? 16 * pitch : 0;  // dV's room; if
 
 // As many blocks as items, or as multiprocessors. Line numbers are those of Algorithm 2.
 __global__ void __launch_bounds__(threads, 1) backward_kernel(
-    BwdParams p, WorkspaceOfParts w, float* dKV_parts, Items items, int dQ_copies,
+    BwdParams p, WorkspaceOfParts w, float* dKV_parts, Items items,
     const __grid_constant__ CUtensorMap Q_map, const __grid_constant__ CUtensorMap K_map,
     const __grid_constant__ CUtensorMap V_map, const __grid_constant__ CUtensorMap dO_map,
     const __grid_constant__ CUtensorMap dK_map, const __grid_constant__ CUtensorMap dV_map) {
@@ -117,7 +119,7 @@ __global__ void __launch_bounds__(threads, 1) backward_kernel(
   int n = 0;                                // tiles so far
   if (warp >= warps) {                      // the producer
     setmaxnreg_dec<producer_registers>();
-    if (warp > warps) return add_and_convert(sums, p, w, items, K_smem, handed, dQ_copies);
+    if (warp > warps) return add_and_convert(sums, p, w, items, K_smem, handed);
     if (threadIdx.x > 32 * warps) return;
     for (int m = 0, next = next_item(w.ticket);; m++) {                  // line 5
       K_smem.wait_until_empty(m);
@@ -243,7 +245,7 @@ __global__ void __launch_bounds__(threads, 1) backward_kernel(
     if (threadIdx.x % 32 == 0) bulk_wait_read<0>();            // before sums need that again
   }
   if (threadIdx.x % 32 == 0) bulk_wait<0>();
-  convert_complete(p, w, items, dQ_copies); // no items are left: consumers help
+  convert_complete(p, w, items);            // no items are left: consumers help
 }
 
 // Rows of dQ, L and D; numbers in dK and in dV
@@ -254,14 +256,12 @@ int64_t numbers_of_K(const BwdParams& p) {
   return heads > p.H_kv ? (int64_t)p.B * heads * p.N_k * d : 0;
 }
 
-int dQ_copies(const BwdParams& p) { return copies_of_dQ(p, multiprocessors()); }
-
 int counters(const BwdParams& p) {           // and tickets
-  return 2 + dQ_copies(p) * p.B * p.H * ceil_div(p.N_q, Br);
+  return 2 + p.B * p.H * ceil_div(p.N_q, Br);
 }
 
 size_t workspace_bytes(const BwdParams& p) {
-  return sizeof(float) * (rows_of_Q(p) * (dQ_copies(p) * d + 5) + 2 * numbers_of_K(p)) +
+  return sizeof(float) * (rows_of_Q(p) * (d + 5) + 2 * numbers_of_K(p)) +
          sizeof(int) * counters(p);
 }
 
@@ -276,7 +276,7 @@ cudaError_t launch(const BwdParams& p, cudaStream_t stream) {
   if (error != cudaSuccess) return error;
   WorkspaceOfParts w;
   w.dQ_accum = static_cast<float*>(p.workspace);
-  w.L = w.dQ_accum + rows_of_Q(p) * dQ_copies(p) * d;
+  w.L = w.dQ_accum + rows_of_Q(p) * d;
   w.D = w.L + rows_of_Q(p);
   w.parts = reinterpret_cast<Part*>(w.D + rows_of_Q(p));
   prepare_seeds(w, p.scale, dropout_scale(p));
@@ -290,9 +290,9 @@ cudaError_t launch(const BwdParams& p, cudaStream_t stream) {
                        sizeof(float) * Br * pitch * turns + Statistics::room;
   allow_shared_memory(backward_kernel, bytes);
   Items items(p, heads_of_a_block(p));                                   // line 2
-  items.heads_together = heads_in_order(items.heads_together, items.tiles, items.blocks());
+  items.heads_together = heads_in_order(items.heads, p.N_q, items.tiles, items.blocks());
   cudaLaunchKernelEx(EarlyLaunch(items.blocks(), threads, bytes, stream), backward_kernel, p, w, dKV_parts,
-                     items, dQ_copies(p), Q_map, K_map, V_map, dO_map, dK_map, dV_map);
+                     items, Q_map, K_map, V_map, dO_map, dK_map, dV_map);
   reduce_heads(with_scale_of_dS(p), dKV_parts, p.H / heads_of_a_block(p), stream, false);
   return cudaGetLastError();
 }

@@ -183,6 +183,7 @@ __global__ void __launch_bounds__(threads, 1) backward_kernel(
         if (!Mask::scores && !DROPOUT) seed(dP_reg, D_i);
         wgmma_QK<width / 16>(S_reg, K_tile, Bc, Q_tile + buffer, !Mask::scores);
         if (!Mask::scores) wgmma_QK<width / 16>(dP_reg, V_tile, Bc, dO_tile + buffer, !DROPOUT);
+        sums.tell(n, m);
         wgmma_wait<!Mask::scores>();        // dP^T goes on, if it has begun
 
         // slope: of a mask that changes scores. kept: P for dV
@@ -213,7 +214,6 @@ __global__ void __launch_bounds__(threads, 1) backward_kernel(
         else
           named_barrier_sync(1 + n % turns, 32 * warps);       // all of dS is there
         dO_smem.release(n);
-
         if (!makes_dQ) {
           wgmma_wait<0>();
           return Q_smem.release(n);
@@ -225,7 +225,7 @@ __global__ void __launch_bounds__(threads, 1) backward_kernel(
         wgmma_wait<dQ_strips>();            // dK is there, dQ goes on
         Q_smem.release(n);
         wgmma_wait<0>();
-        sums.stage(n, dQ_reg, warp_row, first_dim, dQ_part * dQ_columns, m, bh * Tr + in.first_i + i);
+        sums.stage(n, dQ_reg, warp_row, first_dim, dQ_part * dQ_columns, bh * Tr + in.first_i + i);
       };
       for_each_tile(mask, tiles, j, n, step);                            // line 17
     } while (++bh % items.block_heads);
@@ -290,7 +290,7 @@ cudaError_t launch(const BwdParams& p, cudaStream_t stream) {
                        sizeof(float) * (SumsOfQ::all + 4 * Br) + 20 * sizeof(uint64_t);
   allow_shared_memory(backward_kernel, bytes);
   Items items(p, heads_of_a_block(p));                                   // line 2
-  items.heads_together = !full ? 4 : d <= 64 ? 32 : 16;
+  items.heads_together = heads_of_sequences(p, items);
   cudaLaunchKernelEx(EarlyLaunch(items.blocks(), threads, bytes, stream), backward_kernel, p, w, dKV_parts,
                      semaphores, items, Q_map, K_map, V_map, dO_map, dK_map, dV_map);
   cudaLaunchKernelEx(EarlyLaunch(p.B * p.H * ceil_div(p.N_q, convert_rows), 256, 0, stream),

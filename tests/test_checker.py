@@ -521,9 +521,9 @@ def test_hbm_traffic_of_a_backward_stage(stage, N):
     assert all(kernel.grid[1:] == (1, 1) for kernel in report.kernels), "a grid's y and z end at 65535"
 
 
-@pytest.mark.parametrize("stage", ["first_stores", "exchanged_semaphores"])
-def test_hbm_traffic_with_copies_of_dq(stage, monkeypatch, tmp_path):
+def test_hbm_traffic_with_copies_of_dq(monkeypatch, tmp_path):
     """Of a small call, as on a GPU of 132 multiprocessors; the simulator has three."""
+    stage = "exchanged_semaphores"
     text, asked = BACKWARD[stage].path.read_text(), "copies_of_dQ(p, multiprocessors()"
     assert text.count(asked) == 1
     (tmp_path / "mine.cuh").write_text(text.replace(asked, "copies_of_dQ(p, 132"))

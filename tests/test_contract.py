@@ -427,7 +427,8 @@ def test_the_default_with_a_window(monkeypatch, d, any_mask, expected, mask, has
 
 @pytest.mark.parametrize("d, causal, forward, backward", [
     (64, False, {"hopper_tuned", "stream_k"}, {"hopper_tuned", "augmented"}),
-    (128, True, {"short_last"}, {"hopper_tuned", "augmented"}),
+    (64, True, {"short_last"}, {"hopper_tuned", "augmented", "first_stores"}),
+    (128, True, {"short_last"}, {"hopper_tuned", "augmented", "first_stores"}),
     (256, False, {"hopper_tuned", "multicast_tuned"}, {"exchanged_tuned", "exchanged_stream_k"})])
 def test_what_is_built_ahead(monkeypatch, d, causal, forward, backward):
     """By flash.compile(): of small calls, large ones, and with grouped heads, if these take another stage."""
@@ -467,6 +468,28 @@ def test_small_calls_have_no_idle_warps(monkeypatch, B, H, N, d, expected):
     sizes = PROMPT | {"B": B, "H": H, "H_kv": H, "N_q": N, "N_k": N, "d": d, "gradients": 1}
     found = flash.find_stage(None, torch.bfloat16, gpu(monkeypatch, (9, 0)), "bwd", False, d, sizes)
     assert found.name == expected
+
+
+@pytest.mark.parametrize("B, H, H_kv, N, d, causal, expected", [
+    (8, 16, 16, 2048, 128, 1, "first_stores"), (8, 16, 16, 2048, 128, 0, "augmented"),
+    (4, 32, 8, 4096, 128, 1, "first_stores"), (1, 16, 4, 16384, 80, 1, "first_stores"),
+    (4, 16, 16, 512, 128, 1, "first_stores"), (1, 16, 16, 1024, 128, 1, "hopper_tuned"),
+    (8, 16, 1, 2048, 128, 1, "augmented"), (8, 15, 15, 2048, 128, 1, "augmented"),
+    (8, 12, 12, 1024, 64, 1, "first_stores"), (4, 32, 32, 4096, 64, 1, "augmented"),
+    (4, 8, 8, 1024, 64, 1, "hopper_tuned"), (4, 32, 32, 4096, 256, 1, "exchanged_tuned")])
+def test_causal_calls_add_in_order_where_that_is_faster(monkeypatch, B, H, H_kv, N, d, causal, expected):
+    """To and fro, by pairs of key heads. Under another mask they do not."""
+    sizes = PROMPT | {"B": B, "H": H, "H_kv": H_kv, "N_q": N, "N_k": N, "d": d, "gradients": 1}
+    sizes["masked"], device = causal, gpu(monkeypatch, (9, 0))
+    found = flash.find_stage(None, torch.bfloat16, device, "bwd", False, d, sizes | {"causal": causal})
+    assert found.name == expected
+    other = flash.find_stage(None, torch.bfloat16, device, "bwd", False, d, sizes)
+    assert other.name == expected or expected == "first_stores"
+    q, k = (torch.empty(B, heads, N, d, dtype=torch.bfloat16, device="meta") for heads in (H, H_kv))
+    assert plan.Keys(k, alone=False).sizes(q, 0 if causal else None) == sizes | {
+        "causal": causal, "window": plan.MANY}
+    window = flash.masks.window(100, 0).bind(q, k)
+    assert plan.Keys(k, alone=False).sizes(q, window)["causal"] == 0
 
 
 @pytest.mark.parametrize("B, H, H_kv, N, d, expected", [

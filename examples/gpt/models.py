@@ -62,7 +62,7 @@ def stages_of(config, dtype: torch.dtype, device: torch.device, batch: int, seq_
     H = config.num_attention_heads
     sizes = {"B": batch, "H": H, "H_kv": getattr(config, "num_key_value_heads", H), "N_q": seq_len,
              "N_k": seq_len, "d": getattr(config, "head_dim", config.hidden_size // H), "gradients": 1,
-             "masked": 1}
+             "masked": 1, "causal": 1}
     needs = ("dropout",) * (dropout > 0)
     return {direction: flash.find_stage(name, dtype, device, direction, None, sizes["d"], sizes, needs).name
             for direction, name in (("fwd", stage), ("bwd", backward))}

@@ -81,7 +81,7 @@ def sizes_of(args: argparse.Namespace) -> dict[str, int] | None:
     N, = args.seqlens
     return {"B": args.batch, "H": args.H, "H_kv": args.H_kv, "N_q": N, "N_k": N, "d": args.head_dim,
             "gradients": int(args.direction != "fwd"), "masked": int(bool(args.mask or args.causal)),
-            "window": masked.window(args)}
+            "causal": int(args.causal and not args.mask), "window": masked.window(args)}
 
 
 def forward_stage(backward: flash.Stage, args: argparse.Namespace) -> flash.Stage:

@@ -77,11 +77,11 @@ __global__ void __launch_bounds__(256) convert_dQ_kernel(BwdParams p, const floa
   }
 }
 
-// For dispatch_order() (order.cuh): as many heads as have Q, dO and sums of dQ that fit in 40 MB of L2, at
-// most 16; and a divisor of `heads`: a few that were left for the end would begin with the longest blocks
-// when no short ones are left.
-__host__ __device__ inline int heads_with_sums_in_L2(int heads, int N_q) {
-  int together = max(1, min(16, int(40000000 / (int64_t(N_q) * 8 * HEAD_DIM))));
+// For dispatch_order() (order.cuh): as many heads as have Q, dO and sums of dQ that fit in 40 MB of L2, if
+// not more than `most`; and a divisor of `heads`: a few that were left for the end would begin with the
+// longest blocks when no short ones are left.
+__host__ __device__ inline int heads_with_sums_in_L2(int heads, int N_q, int most = 16) {
+  int together = max(1, min(most, int(40000000 / (int64_t(N_q) * 8 * HEAD_DIM))));
   while (heads % together) together--;
   return together;
 }

@@ -20,16 +20,20 @@
 // other.) And the order of a sum does not depend on how many sequences a call has.
 //
 // Without a mask all tiles take equally long, and begin at query 0, one after the other: j is one sum behind
-// j + 1, and stays that.
+// j + 1, and stays that. So few tiles of a head should begin at once: heads are side by side, as many as L2
+// has room for.
 #pragma once
 #include "staged_sums.cuh"
 
 constexpr bool full = !CAUSAL && Mask::all_keys, to_and_fro = !full && Mask::sides == 1;
 
-// How many heads at a time, if L2 holds the sums of so many? As many as are at work at once: then the next
-// ones begin as these end. (At d = 64 twice as many, and of a window more than L2 holds: faster on an H200.)
-inline int heads_in_order(int in_L2, int tiles, int at_once) {
-  if (!to_and_fro) return full ? ceil_div(at_once, tiles) : HEAD_DIM <= 64 ? 4 * in_L2 : in_L2;
+// How many heads at a time? As many as are at work at once, if L2 holds their sums: then the next ones begin
+// as these end. (At d = 64 twice as many, and of a window more than L2 holds: faster on an H200.) Without a
+// mask more, if L2 holds their sums.
+inline int heads_in_order(int heads, int N_q, int tiles, int at_once) {
+  if (full) return max(ceil_div(at_once, tiles), heads_with_sums_in_L2(heads, N_q, heads));
+  const int in_L2 = heads_with_sums_in_L2(heads, parts_of_L2 * N_q);
+  if (!to_and_fro) return HEAD_DIM <= 64 ? 4 * in_L2 : in_L2;
   return max(1, min(in_L2, (HEAD_DIM <= 64 ? 2 : 1) * at_once / tiles));
 }
 
@@ -76,7 +80,7 @@ __device__ __forceinline__ void for_each_tile_in_order(const Mask& mask, const T
 
 // How many tiles that tile i of Q sees come before j? Of those that are added to the same copy. By a warp.
 // (There are one or two copies: with a division first_stores took 1.01 to 1.09 of the time, causal, H200.)
-__device__ __forceinline__ int tiles_before(const Mask& mask, int i, int j, bool from_last, int copies) {
+__device__ __forceinline__ int tiles_before(const Mask& mask, int i, int j, bool from_last, int copies = 1) {
   const auto tiles = mask.key_tiles(i);
   if constexpr (Mask::is_range && Mask::sides == 1)            // all
     return (from_last ? tiles.end - 1 - j : j) >> (copies - 1);
@@ -108,21 +112,19 @@ __device__ __forceinline__ void ask_for_turns(const Place& turn, const Mask& mas
 template <bool first_stores = false, class Item = WholeItem, int buffers, class K_ring>
 __device__ __forceinline__ void add_in_order(const StagedSums<buffers>& sums, int* semaphores,
                                              const BwdParams& p, const Items& items,
-                                             const K_ring& K_smem, const Handed* handed, int copies = 1) {
+                                             const K_ring& K_smem, const Handed* handed) {
   const Place turn = sums.turn();
   unsigned n = 0;                           // tiles so far
   for_each_item<Item>(p, items, K_smem, handed, [&](const Mask& mask, const Handed& work, int first) {
     const int j = work.tile;
     const bool last = !std::is_same_v<Item, WholeItem> || from_last(work.h, p.H_kv);   // sequences: to alone
     const auto tiles = mask.query_tiles(j);
-    first += j % copies * p.B * p.H * ceil_div(p.N_q, BLOCK_R);          // in its copy
-    if (warp_index() % 4 == 1)
-      return ask_for_turns(turn, mask, tiles, j, last, semaphores + first, 1, n, copies);
+    if (warp_index() % 4 == 1) return ask_for_turns(turn, mask, tiles, j, last, semaphores + first, 1, n);
     for (int k = 0; k < tiles.end - tiles.first; k++, n++) {
       const int i = tiles[nth_of(tiles, k, last)];
       turn.wait_until_full(n);
       turn.emptied();
-      sums.add(n, first + i, first_stores && tiles_before(mask, i, j, last, copies) == 0);
+      sums.add(n, first + i, first_stores && tiles_before(mask, i, j, last) == 0);
       if (threadIdx.x % 32 > 0) continue;
       bulk_wait<0>();
       count_release(semaphores + first + i);

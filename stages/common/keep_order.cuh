@@ -1,25 +1,23 @@
 // Sums of dQ in a fixed order that are added from registers, or to two copies of dQ. Introduced by: backward
 // stage 34, exchanged_semaphores.
 //
-// In a small call without a mask all tiles of a head begin at once. Then tile j waits for as many sums as
-// there are tiles before it (in_order.cuh), a microsecond or two each. So there dQ has two copies: tile j is
-// added to copy j % 2, after those before it in this copy, and that wait is half as long. Who converts dQ
-// adds the copies up. (So there dQ's last bits depend on whether a call is small.)
+// In the smallest calls without a mask all tiles of all heads begin at once. Then tile j waits for as many
+// sums as there are tiles before it (in_order.cuh), a microsecond or two each: at B=1, N=1024, d=256 a call
+// took 1.27 of exchanged_tuned's time. So there dQ has two copies: tile j is added to copy j % 2, after those
+// before it in this copy, and that wait is half as long (1.21). Who converts dQ adds the copies up. (So there
+// dQ's last bits depend on whether a call is small.)
 //
-// (Tile j could begin at tile j Tr / Tc of Q and go round, and nobody would wait. In first_stores, full, B=1,
-// N=2048 and 4096, that took 0.97 of augmented's time at d=128, where 1.15 and 1.17 are taken here; at d=64
-// 1.18 and 1.25, where 1.23 and 1.15. But all tiles of a head have to be at work at once, which CUDA promises
-// to cooperative launches alone. H200.)
+// (Tile j could begin at tile j Tr / Tc of Q and go round, and nobody would wait. But all tiles of a head
+// have to be at work at once, which CUDA promises to cooperative launches alone. In first_stores, full, B=1,
+// N=2048, 0.97 of augmented's time at d=128, 1.18 at d=64; with many heads side by side 1.00 both. H200.)
 #pragma once
 #include "in_order.cuh"
 
-// How many copies of dQ? More than one if all items are at work at once, `at_once` of them; with few tiles of
-// a head only if there is room for twice as many, at d <= 64 also in two rounds (the fastest on an H200).
-// With more queries than twice the keys these waits are a small part of a call, and a copy may be large.
+// How many copies of dQ? Two if all items are at work at once, `at_once` of them. With more queries than twice
+// the keys these waits are a small part of a call, and a copy may be large.
 inline int copies_of_dQ(const BwdParams& p, int at_once) {
-  const int tiles = ceil_div(p.N_k, BLOCK_C), items = p.B * p.H * tiles;
-  const int most = HEAD_DIM <= 64 ? 2 * at_once : tiles > 4 ? at_once : at_once / 2;
-  return full && tiles > 1 && items <= most && p.N_q <= 2 * p.N_k ? 2 : 1;
+  const int tiles = ceil_div(p.N_k, BLOCK_C);
+  return full && tiles > 1 && p.B * p.H * tiles <= at_once && p.N_q <= 2 * p.N_k ? 2 : 1;
 }
 
 // What two warps beside the producer do where others add from registers: one asks for their turns, the other

@@ -24,7 +24,7 @@ struct StagedSums {
   // Columns before first_col are another warp's. (What else there is, here and below, is SumsInTurn's.)
   template <int strips, int n_tiles>
   __device__ __forceinline__ void stage(int n, const float (&acc)[strips][n_tiles][4], int row, int col,
-                                        int first_col, int = 0, int = 0) const {
+                                        int first_col, int = 0) const {
     place(n).wait_until_empty(n / buffers);
     #pragma unroll
     for (int s = 0; s < strips; s++) {
@@ -39,6 +39,8 @@ struct StagedSums {
     fence_proxy_async();
     place(n).filled();
   }
+
+  __device__ __forceinline__ void tell(int, int) const {}
 
   // By consumers that have staged: until all before the n-th have left. buffer: theirs
   __device__ __forceinline__ void wait_until_left(int n, int buffer, int = 0) const {

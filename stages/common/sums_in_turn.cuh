@@ -4,6 +4,15 @@
 #include "in_order.cuh"
 #include "packed_items.cuh"
 
+// How many heads at a time? Without a mask many, as in heads_in_order(); else as many as L2 has room for
+// twice, if sequences have the mean length, and 8 at most: for the lengths that packed_semaphores names.
+template <class Params>
+inline int heads_of_sequences(const Params& p, const Items& items) {
+  int rows = p.N_q;
+  if constexpr (VARLEN) rows /= p.sequences;
+  return full ? (HEAD_DIM <= 64 ? 32 : 16) : heads_with_sums_in_L2(items.heads, 2 * rows, 8);
+}
+
 // The n-th item, as nth_in_sequence(), if a sequence's tiles come from the last one down
 __device__ __forceinline__ Handed nth_from_last(const BwdParams& p, const Items& items, int n, int* ticket) {
   Handed work = nth_in_sequence(p, items, n, ticket);
@@ -12,9 +21,10 @@ __device__ __forceinline__ Handed nth_from_last(const BwdParams& p, const Items&
 }
 
 // As StagedSums, for d > 192, where shared memory has no room for a tile. So consumers add it in parts, and
-// wait for the turn themselves. They do not wait until their sums are in HBM: they tell it with the next
-// tile's, or at the item's end. (Not later: the next items may have no tiles of Q, and their K is not given
-// back before this tile is counted.) For an item that is once more than it has tiles, first of nothing.
+// wait for the turn themselves. They do not wait until their sums are in HBM: they tell it when the next
+// tile's products have begun, or at the item's end. (Not later: the next items may have no tiles of Q, and
+// their K is not given back before this tile is counted.) For an item that is once more than it has tiles,
+// first of nothing.
 struct SumsInTurn {
   static constexpr int adders = BLOCK_R / 8, all = 64 * BLOCK_C, room = all / adders;    // of a warp
   float *staged, *dQ_accum;
@@ -27,18 +37,19 @@ struct SumsInTurn {
     for (int k = 0; k < 2; k++) told(k).init(adders, 1);
   }
 
-  // m: items so far. tile: of all tiles of dQ
+  // tile: of all tiles of dQ
   template <int strips, int n_tiles>
   __device__ __forceinline__ void stage(int n, const float (&acc)[strips][n_tiles][4], int row, int col,
-                                        int first_col, int m, int tile) const {
-    wait_until_left(n, 0, m);
+                                        int first_col, int tile) const {
     turn().wait_until_full(n);
     bulk_add_fragments<room / 128>(dQ_accum + int64_t(tile) * (BLOCK_R * HEAD_DIM),
                                    staged + warp_index() * room, acc, row, col, first_col);
     turn().emptied();
   }
 
-  // And are there; which is told
+  // With the n-th tile, of the m-th item: the sums of the one before are there
+  __device__ __forceinline__ void tell(int n, int m) const { wait_until_left(n, 0, m); }
+
   __device__ __forceinline__ void wait_until_left(int n, int, int m) const {
     if (threadIdx.x % 32 == 0) bulk_wait<0>();
     told(n + m).wait_until_empty((n + m) / 2);
