@@ -15,7 +15,7 @@
 //          % 2)) + N_q * (10 * d + 4 + 4 * Tc * (2 * d + min(d, 64) * (ceil_div(d, 64) % 2))) +
 //          Tr * Br * (8 * Tc * (d + 2) + 4 * d + 8)))
 // predicted: none was made
-// measured: 1.02x at d=64 causal, 1.01x full, 0.99x at d=128 causal, 1.02x full, 1.05x at d=256 causal, 1.06x
+// measured: 1.02x at d=64 causal, 1.01x full, 0.99x at d=128 causal, 1.00x full, 1.06x at d=256 causal, 1.06x
 //          full (H200, bf16, N=4096; make readme)
 //
 // What is left:

@@ -13,7 +13,7 @@
 //          (1 if divisor(H // H_kv, B * H * Tc // (6 * multiprocessors)) * H_kv == H else 5)) +
 //          H * (N_q * (4 * Tc * d + 10 * d + 4) + Tr * Br * (8 * Tc * (d + 1) + 4 * d + 8)))
 // predicted: 1.0x: a step is as long, and what consumers no longer wait for is short
-// measured: 1.01x at d=64 causal, 1.02x full, 0.99x at d=128 causal, 1.00x full (H200, bf16, N=4096; make
+// measured: 1.01x at d=64 causal, 1.02x full, 1.00x at d=128 causal, 1.01x full (H200, bf16, N=4096; make
 //          readme)
 //
 // A warp of hopper_tuned stages its part of dQ, has the copy engine add it, and waits for the copy when it

@@ -13,7 +13,7 @@
 //          (1 if divisor(H // H_kv, B * H * Tc // (6 * multiprocessors)) * H_kv == H else 5)) +
 //          H * (N_q * (4 * Tc * d + 10 * d + 4) + Tr * Br * (8 * Tc * (d + 1) + 4 * d + 8)))
 // predicted: 0.9x, as the blocks of a head start one after the other
-// measured: 1.00x at d=64 causal, 0.95x full, 1.00x at d=128 causal, 0.96x full (H200, bf16, N=4096; make
+// measured: 1.00x at d=64 causal, 0.99x full, 1.00x at d=128 causal, 0.97x full (H200, bf16, N=4096; make
 //          readme)
 //
 // dQ_i is a sum over tiles of keys, in the order in which blocks come to it. Here that is the order of keys

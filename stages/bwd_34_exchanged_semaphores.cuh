@@ -15,11 +15,11 @@
 //          (Tc * (d + 2) + d / 2 + 1 + d * (1 < Tc and N_q <= 2 * N_k and B * H * Tc <= multiprocessors //
 //          2))))
 // predicted: none was made
-// measured: 0.98x at d=64 causal, 0.95x full, 0.96x at d=128 causal, 0.93x full, 0.98x at d=256 causal, 0.92x
+// measured: 0.97x at d=64 causal, 0.94x full, 0.96x at d=128 causal, 0.87x full, 0.97x at d=256 causal, 0.91x
 //          full (H200, bf16, N=4096; make readme)
 //
 // As in semaphores (common/in_order.cuh), one for either half of dQ's columns. The third warpgroup adds from
-// registers, a warp beside counts: causal 0.99 to 1.03 times as long, full to 1.09, small calls 1.26 (H200).
+// registers, a warp beside counts: causal 0.99 to 1.03 times as long, full to 1.11, small calls 1.21 (H200).
 // Stays because calls with deterministic=True and d > 128 take it. HBM, dropout: as in exchanged_tuned.
 #pragma once
 #include "common/clear_unseen.cuh"

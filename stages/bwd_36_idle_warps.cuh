@@ -13,7 +13,7 @@
 //          (1 if divisor(H // H_kv, B * H * Tc // (6 * multiprocessors)) * H_kv == H else 5)) +
 //          H * (N_q * (4 * Tc * d + 10 * d + 4) + Tr * Br * (8 * Tc * (d + 1) + 4 * d + 8)))
 // predicted: 1.05x at N=2048, as half of the bytes of the kernels around it are moved under the products
-// measured: 1.04x at d=64 causal, 1.00x full, 1.04x at d=128 causal, 1.01x full (H200, bf16, N=4096; make
+// measured: 1.04x at d=64 causal, 1.00x full, 1.02x at d=128 causal, 1.00x full (H200, bf16, N=4096; make
 //          readme)
 //
 // Before the main kernel another one writes zeros to dQ_accum; after it a third one reads the sums and writes

@@ -16,7 +16,7 @@
 //          H * (N_q * (4 * Tc * d + 10 * d + 4) + Tr *
 //          (Br * (Tc * (8 * d + 10) + 4 * d + 26) + 48 * (Tc + 1))))
 // predicted: 1.04x at d=64, 1.02x at d=128: a sixth of what shared memory does there is left out
-// measured: 1.03x at d=64 causal, 1.06x full, 1.02x at d=128 causal, 1.01x full (H200, bf16, N=4096; make
+// measured: 1.04x at d=64 causal, 1.06x full, 1.03x at d=128 causal, 1.01x full (H200, bf16, N=4096; make
 //          readme)
 //
 // seeded loads -L / c and -D of a tile's queries into the accumulators, which then need no subtraction. But

@@ -18,34 +18,36 @@
 //          (Br * (Tc * (8 * d + 10) - 4 * d + 26) + 48 * (Tc + 1))))
 // predicted: in semaphores' place 1.06x: no zeros are written or read, dQ is converted under the products,
 //          S and dP start as in augmented; of augmented's speed 0.9x, if causal
-// measured: 0.99x at d=64 causal, 0.98x full, 1.01x at d=128 causal, 0.99x full (H200, bf16, N=4096; make
+// measured: 0.99x at d=64 causal, 0.98x full, 1.01x at d=128 causal, 1.00x full (H200, bf16, N=4096; make
 //          readme)
 //
 // semaphores adds sums of dQ in the order of keys. So the first one is known. But it was added, too, to zeros
 // that a kernel had written before; and another kernel after the last one made dQ of the sums.
 //
 // Here the first one is stored, by the same copy engine: what has been there does not count, and nothing has
-// to be cleared. augmented knows no order, so it has to clear. And semaphores are counters, as in idle_warps:
-// when all sums of a tile are counted, the third warp beside the producer converts it
-// (common/first_stores.cuh).
+// to be cleared. And semaphores are counters, as in idle_warps: when all sums of a tile are counted, the
+// third warp beside the producer converts it (common/first_stores.cuh).
 //
-// Time over augmented's, which calls take that need not be deterministic (H200, bf16, B N = 16384, H d =
-// 2048; in parentheses causal with all tiles fro, of 32 heads together at d=64 and 16 at d=128):
+// Time over augmented's (H200, bf16, B N = 16384, H d = 2048; in parentheses causal with all tiles fro, of 32
+// heads together at d=64 and 16 at d=128):
 //
-//       N =            2048           4096           8192           16384
-//      64   full       1.03           1.06           1.02           1.00
-//      64   causal     1.02 (1.08)    1.02 (1.09)    1.05 (1.09)    1.03 (1.10)
-//     128   full       1.01           1.01           1.02           1.01
-//     128   causal     0.99 (1.08)    0.99 (1.09)    0.98 (1.11)    0.99 (1.07)
+//       N =            2048           4096           16384
+//      64   full       1.00           1.01           1.01
+//      64   causal     1.02 (1.08)    1.02 (1.09)    1.03 (1.10)
+//     128   full       1.00           1.01           1.01
+//     128   causal     0.99 (1.08)    0.99 (1.09)    0.99 (1.07)
 //
-// Small calls, B N = 512 to 4096: causal 0.82 to 1.01 (fro 0.86 to 1.14), full, with two copies of dQ, 0.90
-// to 1.21. To alone, causal: large ones 1.02 to 1.06, B=1, N=2048 1.11 at d=64 and 1.18 at d=128. Window of
-// 1024, N=16384, heads together: d=64 2 1.16, 4 1.08, 8 1.02, 16 1.02; d=128 2 1.04, 8 1.08, 16 1.15. Full,
-// B=1, N=1024, 1, 2, 4, 8 copies, in another run: d=64 1.24 1.12 1.18 1.39, d=128 1.36 1.23 1.30 1.50.
+// Small calls, B N = 512 to 8192: causal 0.82 to 1.01 (fro 0.86 to 1.14), full 0.91 to 1.15. (With as many
+// heads side by side as are at work to 1.20; and with two copies of dQ to 1.21.) To alone, causal: 1.02 to
+// 1.06, B=1, N=2048 1.18. Window of 1024, N=16384, heads together: d=64 2 1.16, 8 1.02; d=128 2 1.04, 8 1.08.
+//
+// Causal calls take it, too, if they need not be deterministic, where it is faster: at d=128 with grouped
+// heads (4 or 8 of 16 or 32) 0.91 to 1.00 of augmented's time, with 16 heads and N=777 0.85; at d=64 with 12
+// heads, N=1024 and B=8 0.94; small ones 0.95 to 1.03 of hopper_tuned's. Not with one key head (1.04 to 1.25)
+// or 15 (1.07): these have no pair. And calls take it that must be deterministic.
 //
 // HBM traffic without caches (hbm, above): as in augmented, but there are no zeros, and of the first sum of a
-// tile nothing is read. (Nor of a second copy's, which is read in the end.)
-// Stays because calls take it that must be deterministic: there it is the fastest.
+// tile nothing is read.
 //
 // Changed from augmented: the order, from semaphores, and the first sums. A thread spills up to 84 bytes.
 #pragma once

@@ -14,7 +14,7 @@
 //          (1 if divisor(H // H_kv, B * H * Tc // (6 * multiprocessors)) * H_kv == H else 5)) +
 //          H * (N_q * (4 * Tc * d + 10 * d + 4) + Tr * Br * (8 * Tc * (d + 1) + 4 * d + 8)))
 // predicted: 1.0x; with packed sequences 1.6x ampere_tuned's speed at d=64 and 128, which had them before
-// measured: 1.00x at d=64 causal, 0.95x full, 0.99x at d=128 causal, 0.99x full, 1.00x at d=256 causal, 0.98x
+// measured: 1.00x at d=64 causal, 0.94x full, 1.00x at d=128 causal, 0.98x full, 0.99x at d=256 causal, 0.97x
 //          full (H200, bf16, N=4096; make readme)
 //
 // Packed sequences (common/sequences.cuh) lie one behind the other. The copy engine knows where a tensor

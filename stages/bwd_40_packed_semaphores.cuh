@@ -14,7 +14,7 @@
 //          (1 if divisor(H // H_kv, B * H * Tc // (6 * multiprocessors)) * H_kv == H else 5)) +
 //          H * (N_q * (4 * Tc * d + 10 * d + 4) + Tr * Br * (8 * Tc * (d + 1) + 4 * d + 8)))
 // predicted: 0.9x, as semaphores, and of packed sequences as well
-// measured: 1.01x at d=64 causal, 1.04x full, 0.99x at d=128 causal, 0.97x full, 0.73x at d=256 causal, 0.92x
+// measured: 0.99x at d=64 causal, 1.03x full, 0.94x at d=128 causal, 0.98x full, 0.94x at d=256 causal, 1.01x
 //          full (H200, bf16, N=4096; make readme)
 //
 // packed takes packed sequences, semaphores gives sums of dQ the same bits in each run (common/in_order.cuh).
@@ -22,24 +22,24 @@
 // Q. Each wait ends as in semaphores: a sequence's tiles are drawn from the last one down.
 //
 // With d > 192 consumers add their sums (common/sums_in_turn.cuh). A warp that adds a tile in eight parts was
-// slower, and with a condition on what has been told a thread spilled 640 bytes with dropout.
+// slower, and with a condition on what has been told a thread spilled 640 bytes with dropout. Telling it with
+// the next tile's sums, not under its products: full, equal 1.12, short 1.27.
 //
 // Time over packed's (H200, bf16, H d = 2048), of 64 sequences of 65 to 8139 rows, 64 of 1024 each, 256 of 16
-// to 255; in parentheses with all tiles from the first one up, and queries from the last one down, of 32
-// heads together at d=64 and 16 at d=128 (so are the rows of full, where both ways are mirrored):
+// to 255, four of 4096, and one; in parentheses, with all tiles from the first one up, and queries from the
+// last one down, of 32 heads together at d=64, else 16.
 //
-//                        mixed        equal        short
-//      64   causal     1.00 (1.06)  1.07 (1.12)  1.03 (1.04)
-//      64   full       1.09         1.00         1.03
-//     128   causal     1.01 (1.07)  1.03 (1.16)  1.02 (1.04)
-//     128   full       1.04         1.01         1.06
-//     256   causal     1.06 (1.18)  1.12 (1.84)  1.19 (1.38)
-//     256   full       1.08         1.16         1.21
+//                        mixed        equal        short        4096   16384
+//      64   causal     1.00 (1.06)  1.03 (1.12)  1.03 (1.04)   1.00    1.03
+//      64   full       1.05         1.01         1.07
+//     128   causal     1.05 (1.07)  1.02 (1.16)  1.02 (1.04)   1.02    1.07
+//     128   full       1.05         1.01         1.05          1.04    1.05
+//     256   causal     1.03 (1.18)  1.02 (1.84)  1.13 (1.38)   1.01    1.05
+//     256   full       1.04         1.06         1.20          1.03    1.02
 //
-// Heads together, causal, 2 4 8, d=256: mixed 1.06 1.03 1.23, equal 1.22 1.12 1.03, short 1.20 1.18 1.16. To
-// and fro, every other sequence: equal 1.86, d=64 2.18. Calls of one shape, which take first_stores or
-// exchanged_semaphores, have been measured (above) to and fro, but not to alone, as they come now: so that a
-// sequence has the same bits by itself.
+// Heads together, causal, 1 2 4 8, d=256: mixed 1.18 1.07 1.04 1.24, equal 1.26 1.22 1.13 1.04, 4096 1.15
+// 1.03 0.99 1.14, 16384 1.06 1.15 1.46 1.64. To and fro, every other sequence: equal 1.86, d=64 2.18. Calls
+// of one shape come to alone here, too: so a sequence has the same bits by itself.
 //
 // HBM traffic without caches (hbm, above): as in whole_group. A thread spills up to 28 bytes; 168: dropout.
 // Stays because deterministic calls with packed sequences take it: ampere_tuned's copies of dQ took 2.2 to

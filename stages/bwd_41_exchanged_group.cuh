@@ -14,7 +14,7 @@
 //          N_q * (10 * d + 4 + 4 * Tc * (2 * d + min(d, 64) * (ceil_div(d, 64) % 2))) +
 //          Tr * Br * (8 * Tc * (d + 2) + 4 * d + 8))
 // predicted: none was made
-// measured: 0.95x at d=64 causal, 0.94x full, 0.85x at d=128 causal, 0.93x full, 0.75x at d=256 causal, 0.93x
+// measured: 0.95x at d=64 causal, 0.95x full, 0.85x at d=128 causal, 0.95x full, 0.75x at d=256 causal, 0.93x
 //          full (H200, bf16, N=4096; make readme)
 //
 // exchanged_tuned has a cluster for each query head. With a group of G heads, dK and dV of a tile go through

@@ -13,8 +13,8 @@
 #pragma once
 #include "in_order.cuh"
 
-// How many copies of dQ? Two if all items are at work at once, `at_once` of them. With more queries than twice
-// the keys these waits are a small part of a call, and a copy may be large.
+// How many copies of dQ? Two if all items are at work at once, `at_once` of them. With more queries than
+// twice the keys these waits are a small part of a call, and a copy may be large.
 inline int copies_of_dQ(const BwdParams& p, int at_once) {
   const int tiles = ceil_div(p.N_k, BLOCK_C);
   return full && tiles > 1 && p.B * p.H * tiles <= at_once && p.N_q <= 2 * p.N_k ? 2 : 1;
