@@ -58,8 +58,7 @@ class Keys(NamedTuple):
         """Those of Stage.is_for(), if they are known."""
         B, H, N_q, d = q.shape
         sizes = dict(B=B, H=H, H_kv=self.k.shape[1], N_q=N_q, N_k=self.rows, d=d, window=window_of(visible),
-                     gradients=int(not self.alone), masked=int(visible is not None),
-                     causal=int(isinstance(visible, int)))
+                     gradients=not self.alone, masked=visible is not None, causal=isinstance(visible, int))
         return sizes if all(isinstance(size, int) for size in sizes.values()) else None
 
 

@@ -290,7 +290,7 @@ cudaError_t launch(const BwdParams& p, cudaStream_t stream) {
                        sizeof(float) * 4 * Br + 28 * sizeof(uint64_t);
   allow_shared_memory(backward_kernel, bytes);
   const int Tc = ceil_div(p.N_k, 2 * Bc), blocks = 2 * p.B * p.H * Tc, at_once = multiprocessors() / 2;
-  const int heads_together = heads_in_order(p.B * p.H, p.N_q, Tc, at_once);
+  const int heads_together = heads_of_clusters(p, Tc, at_once);
   cudaLaunchKernelEx(ClusterLaunch(2, blocks, threads, bytes, stream, true), backward_kernel, p, w, dKV_parts,
                      w.ticket, heads_together, dQ_copies(p), Q_map, K_map, V_map, dO_map, dK_map, dV_map);
   cudaLaunchKernelEx(EarlyLaunch(p.B * p.H * ceil_div(p.N_q, convert_rows), 256, 0, stream),

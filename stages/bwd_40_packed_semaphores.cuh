@@ -80,7 +80,7 @@ constexpr int dQ_columns = dQ_sharing == 1 ? width : (panels + dQ_sharing - 1) /
 constexpr int dQ_strips = by_turns ? Br / 64 : 1;  // of 64 rows, that a warpgroup makes
 constexpr int dQ_warps = by_turns ? warps : Br / 16 * dQ_sharing;        // the first ones make dQ
 // Is there room for a tile of dQ?
-using SumsOfQ = std::conditional_t<d <= 192, StagedSums<turns>, SumsInTurn>;
+using SumsOfQ = std::conditional_t<d <= 192, StagedInTurn<turns>, SumsInTurn>;
 constexpr int room = (by_turns ? Br : Bc) * turns / (8 * warps);     // of a warp, in panels of 16 rows
 constexpr int behind_dK = 2 * panels <= room ? 16 * pitch : 0;  // dV's room; if there is little, dK's
 
@@ -109,7 +109,6 @@ __global__ void __launch_bounds__(threads, 1) backward_kernel(
   const Ring<2, Br> dO_smem(Q_smem.tiles + 2 * Br * pitch, barriers + 8);
   Handed* handed = reinterpret_cast<Handed*>(barriers + 12);             // with K_j
   const SumsOfQ sums{dQ_smem, w.dQ_accum, barriers + 14};
-  sums.turn().init(1, d <= 192 ? 1 : warps);
   sums.init(dQ_warps / turns);
   K_smem.init(warps + 2);
   V_smem.init(warps);

@@ -29,12 +29,9 @@ constexpr bool full = !CAUSAL && Mask::all_keys, to_and_fro = !full && Mask::sid
 
 // How many heads at a time? As many as are at work at once, if L2 holds their sums: then the next ones begin
 // as these end. (At d = 64 twice as many, and of a window more than L2 holds: faster on an H200.) Without a
-// mask more, if L2 holds their sums; at d > 128 only if these are half of all.
+// mask more, if L2 holds their sums.
 inline int heads_in_order(int heads, int N_q, int tiles, int at_once) {
-  if (full) {
-    const int at_work = ceil_div(at_once, tiles), in_L2 = heads_with_sums_in_L2(heads, N_q, heads);
-    return HEAD_DIM > 128 && heads > 2 * in_L2 ? at_work : max(at_work, in_L2);
-  }
+  if (full) return max(ceil_div(at_once, tiles), heads_with_sums_in_L2(heads, N_q, heads));
   const int in_L2 = heads_with_sums_in_L2(heads, parts_of_L2 * N_q);
   if (!to_and_fro) return HEAD_DIM <= 64 ? 4 * in_L2 : in_L2;
   return max(1, min(in_L2, (HEAD_DIM <= 64 ? 2 : 1) * at_once / tiles));

@@ -40,8 +40,6 @@ struct StagedSums {
     place(n).filled();
   }
 
-  __device__ __forceinline__ void tell(int, int) const {}
-
   // By consumers that have staged: until all before the n-th have left. buffer: theirs
   __device__ __forceinline__ void wait_until_left(int n, int buffer, int = 0) const {
     place(buffer).wait_until_empty((n + buffers - 1 - buffer) / buffers);

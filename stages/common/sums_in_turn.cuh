@@ -20,7 +20,17 @@ __device__ __forceinline__ Handed nth_from_last(const BwdParams& p, const Items&
   return work;
 }
 
-// As StagedSums, for d > 192, where shared memory has no room for a tile. So consumers add it in parts, and
+// StagedSums and their turns, so that a stage can have these or what is below
+template <int buffers>
+struct StagedInTurn : StagedSums<buffers> {
+  __device__ __forceinline__ void init(int warps) const {
+    StagedSums<buffers>::init(warps);
+    this->turn().init(1, 1);
+  }
+  __device__ __forceinline__ void tell(int, int) const {}
+};
+
+// As StagedInTurn, for d > 192, where shared memory has no room for a tile. So consumers add it in parts, and
 // wait for the turn themselves. They do not wait until their sums are in HBM: they tell it when the next
 // tile's products have begun, or at the item's end. (Not later: the next items may have no tiles of Q, and
 // their K is not given back before this tile is counted.) For an item that is once more than it has tiles,
@@ -33,7 +43,8 @@ struct SumsInTurn {
   __device__ __forceinline__ Place turn() const { return Place(barriers); }
   __device__ __forceinline__ Place told(unsigned k) const { return Place(barriers + 2 + k % 2 * 2); }
 
-  __device__ __forceinline__ void init(int) const {
+  __device__ __forceinline__ void init(int warps) const {
+    turn().init(1, warps);
     for (int k = 0; k < 2; k++) told(k).init(adders, 1);
   }
 
