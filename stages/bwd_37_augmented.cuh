@@ -275,7 +275,8 @@ cudaError_t launch(const BwdParams& p, cudaStream_t stream) {
                        sizeof(float) * Br * pitch * turns + Statistics::room;
   allow_shared_memory(backward_kernel, bytes);
   Items items(p, heads_of_a_block(p));                                   // line 2
-  const int rows = d > 64 && items.block_heads == 1 ? 3 * p.N_q / 2 : p.N_q;     // L2 also holds zeros
+  // L2 also holds zeros. (Not at d=64; nor if blocks have several heads: their long items would end alone.)
+  const int rows = d > 64 && items.block_heads == 1 ? 3 * p.N_q / 2 : p.N_q;
   if (items.heads_together > 1) items.heads_together = heads_with_sums_in_L2(items.heads, rows);
   cudaLaunchKernelEx(EarlyLaunch(items.blocks(), threads, bytes, stream), backward_kernel, p, w, dKV_parts,
                      items, Q_map, K_map, V_map, dO_map, dK_map, dV_map);
