@@ -605,8 +605,10 @@ def test_atomics_only_where_the_header_says_so(kernel, monkeypatch, scratch):
         assert_equal(gradients[1:], runs[0][1:])
 
 
-@pytest.mark.parametrize("kernel", DETERMINISTIC, ids=name_of)
-def test_bits_do_not_depend_on_the_batch(kernel, device):
+@pytest.mark.parametrize("kernel, visible", [
+    *(pytest.param(kernel, 230, id=name_of(kernel)) for kernel in DETERMINISTIC),
+    *(pytest.param((name, False), None, id=f"{name}-full") for name in ("semaphores", "first_stores"))])
+def test_bits_do_not_depend_on_the_batch(kernel, visible, device):
     """A sample gives the same bits alone and as the first or the last of four. Not dK and dV where a block
     takes as many query heads as the call has blocks for: their sums have another order then. (In the first
     type, as rounding to bf16 hides that.)"""
@@ -614,8 +616,8 @@ def test_bits_do_not_depend_on_the_batch(kernel, device):
     do, dlse = random_gradients(q)
     tiles = small_tiles(kernel)
     q[3], k[3], v[3], do[3], dlse[3] = q[0], k[0], v[0], do[0], dlse[0]
-    alone = run(kernel, *(x[:1] for x in (q, k, v, do)), 230, None, dlse[:1], **tiles)
-    together = run(kernel, q, k, v, do, 230, None, dlse, **tiles)
+    alone = run(kernel, *(x[:1] for x in (q, k, v, do)), visible, None, dlse[:1], **tiles)
+    together = run(kernel, q, k, v, do, visible, None, dlse, **tiles)
     same = 1 if kernel[0] in (*WRITERS, *PACKED) else 3
     for b in (0, 3):
         assert_equal([x[b:b + 1] for x in together[:same]], alone[:same])
