@@ -258,13 +258,10 @@ int64_t numbers_of_K(const BwdParams& p) {
   return heads > p.H_kv ? (int64_t)p.B * heads * p.N_k * d : 0;
 }
 
-int counters(const BwdParams& p) {           // and tickets
-  return 2 + p.B * p.H * ceil_div(p.N_q, Br);
-}
+int counters(const BwdParams& p) { return 2 + p.B * p.H * ceil_div(p.N_q, Br); }         // and tickets
 
 size_t workspace_bytes(const BwdParams& p) {
-  return sizeof(float) * (rows_of_Q(p) * (d + 5) + 2 * numbers_of_K(p)) +
-         sizeof(int) * counters(p);
+  return sizeof(float) * (rows_of_Q(p) * (d + 5) + 2 * numbers_of_K(p)) + sizeof(int) * counters(p);
 }
 
 cudaError_t launch(const BwdParams& p, cudaStream_t stream) {
@@ -292,7 +289,8 @@ cudaError_t launch(const BwdParams& p, cudaStream_t stream) {
                        sizeof(float) * Br * pitch * turns + Statistics::room;
   allow_shared_memory(backward_kernel, bytes);
   Items items(p, heads_of_a_block(p));                                   // line 2
-  items.heads_together = heads_in_order(items.heads, p.N_q, items.tiles, items.blocks());
+  const int most = p.H_kv % 2 && items.block_heads > 1 ? ceil_div(4, items.block_heads) : 16;
+  items.heads_together = heads_in_order(items.heads, p.N_q, items.tiles, items.blocks(), most);
   cudaLaunchKernelEx(EarlyLaunch(items.blocks(), threads, bytes, stream), backward_kernel, p, w, dKV_parts,
                      items, Q_map, K_map, V_map, dO_map, dK_map, dV_map);
   reduce_heads(with_scale_of_dS(p), dKV_parts, p.H / heads_of_a_block(p), stream, false);
