@@ -29,9 +29,10 @@ constexpr bool full = !CAUSAL && Mask::all_keys, to_and_fro = !full && Mask::sid
 
 // How many heads at a time? As many as are at work at once, if L2 holds their sums: then the next ones begin
 // as these end. (At d = 64 twice as many, and of a window more than L2 holds: faster on an H200.) Without a
-// mask more, if L2 holds their sums. Causal at most `most`: items of an odd number of key heads come to alone,
-// so the longest end last; and if blocks have several heads of these, no more should do so. (first_stores, 16
-// query heads of one, d=128, B=8, N=2048: two together 0.98 of augmented's time, eight 1.05; H200.)
+// mask more, if L2 holds their sums. Causal at most `most`: items of an odd number of key heads come to
+// alone, so the longest end last; and if blocks have several heads of these, no more should do so.
+// (first_stores, 16 query heads of one, d=128, B=8, N=2048: two together 0.98 of augmented's time, eight
+// 1.05; H200.)
 inline int heads_in_order(int heads, int N_q, int tiles, int at_once, int most = 16) {
   if (full) return max(ceil_div(at_once, tiles), heads_with_sums_in_L2(heads, N_q, heads));
   const int in_L2 = heads_with_sums_in_L2(heads, parts_of_L2 * N_q, most);
