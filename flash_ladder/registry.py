@@ -207,6 +207,7 @@ def why_this(stage: Stage, asked: str | Path | Stage | None, dtype: torch.dtype,
 
 
 def _asked(sizes: dict[str, int] | None, deterministic: bool) -> dict[str, int] | None:
+    """What a `default:` may ask of a call: its sizes, if known, and whether it has to be deterministic."""
     return sizes and sizes | {"deterministic": int(deterministic)}
 
 

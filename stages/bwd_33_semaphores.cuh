@@ -279,8 +279,7 @@ cudaError_t launch(const BwdParams& p, cudaStream_t stream) {
                        sizeof(float) * (Br * pitch * turns + 4 * Br) + 20 * sizeof(uint64_t);
   allow_shared_memory(backward_kernel, bytes);
   Items items(p, heads_of_a_block(p));                                   // line 2
-  const int most = p.H_kv % 2 && items.block_heads > 1 ? ceil_div(4, items.block_heads) : 16;
-  items.heads_together = heads_in_order(items.heads, p.N_q, items.tiles, items.blocks(), most);
+  items.heads_together = heads_in_order(p, items.tiles, items.blocks(), items.block_heads);
   cudaLaunchKernelEx(EarlyLaunch(items.blocks(), threads, bytes, stream), backward_kernel, p, w, dKV_parts,
                      semaphores, items, Q_map, K_map, V_map, dO_map, dK_map, dV_map);
   cudaLaunchKernelEx(EarlyLaunch(p.B * p.H * ceil_div(p.N_q, convert_rows), 256, 0, stream),

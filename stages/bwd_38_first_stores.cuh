@@ -43,8 +43,8 @@
 //
 // Causal calls take it, too, if they need not be deterministic, where it is faster: at d=128 with grouped
 // heads (4 or 8 of 16 or 32) 0.91 to 1.00 of augmented's time, with 16 heads and N=777 0.85; at d=64 with 12
-// heads, N=1024 and B=8 0.94; small ones 0.95 to 1.03 of hopper_tuned's. Not with one key head (1.04 to 1.25)
-// or 15 (1.07): these have no pair. And calls take it that must be deterministic.
+// heads, N=1024 and B=8 0.94; small ones 0.95 to 1.03 of hopper_tuned's. Not with one key head (1.04 to 1.25;
+// more were together then) or 15 (1.07): these have no pair. And calls take it that must be deterministic.
 //
 // HBM traffic without caches (hbm, above): as in augmented, but there are no zeros, and of the first sum of a
 // tile nothing is read.
@@ -289,8 +289,7 @@ cudaError_t launch(const BwdParams& p, cudaStream_t stream) {
                        sizeof(float) * Br * pitch * turns + Statistics::room;
   allow_shared_memory(backward_kernel, bytes);
   Items items(p, heads_of_a_block(p));                                   // line 2
-  const int most = p.H_kv % 2 && items.block_heads > 1 ? ceil_div(4, items.block_heads) : 16;
-  items.heads_together = heads_in_order(items.heads, p.N_q, items.tiles, items.blocks(), most);
+  items.heads_together = heads_in_order(p, items.tiles, items.blocks(), items.block_heads);
   cudaLaunchKernelEx(EarlyLaunch(items.blocks(), threads, bytes, stream), backward_kernel, p, w, dKV_parts,
                      items, Q_map, K_map, V_map, dO_map, dK_map, dV_map);
   reduce_heads(with_scale_of_dS(p), dKV_parts, p.H / heads_of_a_block(p), stream, false);

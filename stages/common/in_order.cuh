@@ -29,13 +29,13 @@ constexpr bool full = !CAUSAL && Mask::all_keys, to_and_fro = !full && Mask::sid
 
 // How many heads at a time? As many as are at work at once, if L2 holds their sums: then the next ones begin
 // as these end. (At d = 64 twice as many, and of a window more than L2 holds: faster on an H200.) Without a
-// mask more, if L2 holds their sums. Causal at most `most`: items of an odd number of key heads come to
-// alone, so the longest end last; and if blocks have several heads of these, no more should do so.
-// (first_stores, 16 query heads of one, d=128, B=8, N=2048: two together 0.98 of augmented's time, eight
-// 1.05; H200.)
-inline int heads_in_order(int heads, int N_q, int tiles, int at_once, int most = 16) {
-  if (full) return max(ceil_div(at_once, tiles), heads_with_sums_in_L2(heads, N_q, heads));
-  const int in_L2 = heads_with_sums_in_L2(heads, parts_of_L2 * N_q, most);
+// mask more, if L2 holds their sums. And less without pairs, if blocks have several query heads: all come to,
+// so the longest items end last. (first_stores, 16 query heads of one, d=128, B=8, N=2048: two together 0.98
+// of augmented's time, eight 1.05; H200.)
+inline int heads_in_order(const BwdParams& p, int tiles, int at_once, int block_heads = 1) {
+  const int heads = p.B * p.H / block_heads, all_come_to = block_heads > 1 && p.H_kv % 2;
+  if (full) return max(ceil_div(at_once, tiles), heads_with_sums_in_L2(heads, p.N_q, heads));
+  const int in_L2 = heads_with_sums_in_L2(heads, parts_of_L2 * p.N_q, all_come_to ? 4 / block_heads : 16);
   if (!to_and_fro) return HEAD_DIM <= 64 ? 4 * in_L2 : in_L2;
   return max(1, min(in_L2, (HEAD_DIM <= 64 ? 2 : 1) * at_once / tiles));
 }
@@ -81,7 +81,7 @@ __device__ __forceinline__ void for_each_tile_in_order(const Mask& mask, const T
 }
 
 // How many tiles that tile i of Q sees come before j? Of those that are added to the same copy. By a warp.
-// (There are one or two copies: with a division first_stores took 1.01 to 1.09 of the time, causal, H200.)
+// (Copies are one or two. A division by their number took 1.01 to 1.09 of the time, causal, H200.)
 __device__ __forceinline__ int tiles_before(const Mask& mask, int i, int j, bool from_last, int copies = 1) {
   const auto tiles = mask.key_tiles(i);
   if constexpr (Mask::is_range && Mask::sides == 1)            // all

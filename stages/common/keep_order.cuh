@@ -25,7 +25,7 @@ inline int copies_of_dQ(const BwdParams& p, int at_once) {
 inline int heads_of_clusters(const BwdParams& p, int tiles, int at_once) {
   const int heads = p.B * p.H;
   if (full && heads > 2 * heads_with_sums_in_L2(heads, p.N_q, heads)) return ceil_div(at_once, tiles);
-  return heads_in_order(heads, p.N_q, tiles, at_once);
+  return heads_in_order(p, tiles, at_once);
 }
 
 // What two warps beside the producer do where others add from registers: one asks for their turns, the other

@@ -5,7 +5,7 @@
 #include "packed_items.cuh"
 
 // How many heads at a time? Without a mask many, as in heads_in_order(); else as many as L2 has room for
-// twice, if sequences have the mean length, and 8 at most: for the lengths that packed_semaphores names.
+// twice if sequences have the mean length (others the host does not know), and 8 at most.
 template <class Params>
 inline int heads_of_sequences(const Params& p, const Items& items) {
   int rows = p.N_q;
@@ -45,7 +45,7 @@ struct SumsInTurn {
 
   __device__ __forceinline__ void init(int warps) const {
     turn().init(1, warps);
-    for (int k = 0; k < 2; k++) told(k).init(adders, 1);
+    for (int k = 0; k < 2; k++) told(k).init(warps, 1);
   }
 
   // tile: of all tiles of dQ
