@@ -33,7 +33,10 @@
 //     together is worked out on the CPU. (TFLOP/s without and with these two, H100, one run, bf16, N=2048,
 //     full: 696 -> 700 at d=128, 741 -> 744 at d=256, 518 -> 516 at d=64.)
 //   - The kernel starts while clear_kernel ends (EarlyLaunch). The producer waits for it before it asks for
-//     the second tile.
+//     the second tile. Without a mask tiles take equally long: each block has every gridDim.x-th, draws no
+//     ticket, and there is nothing to clear (H200, bf16, TFLOP/s with tickets -> without; N=512 and B=4 /
+//     1024 and 1 / 1024 and 8: d=64 315 / 340 / 447 -> 342 / 360 / 454; the last two at d=128 508 / 641 ->
+//     515 / 663; the last one at d=256 651 -> 663).
 //   - With every mask, no longer causal alone, several heads go together, the last rows first: short tiles
 //     fill the gaps at the end. (Time over that before, H200, bf16, N=16384, H=16, d = 64, 128: prefix 0.88,
 //     0.91; alibi & causal 0.87, 0.88; document 0.95, 0.97; window of 1024 0.98, 1.00, in another run 0.94,
@@ -48,11 +51,18 @@
 //     hints that L2 keep K and V                     1.00     1.00     1.00
 //     whole tiles in a loop of their own             0.99     0.99     0.98
 //     all exponentials before the wait for P V       1.00     1.00     0.99
+//       the same, and a branch, or ptxas moves them  0.98     0.97     0.97
+//     a turn ends when S is there                    1.00     1.00     0.99 to 1.02
+//     sums in two chains                             1.00     1.00     0.99 to 1.01
+//     the maximum in four                            1.00     1.00     0.99
+//     V given back after the exponentials            1.00     1.00     1.00
+//     K awaited before the maximum                   1.00     0.99     1.01
+//     128 x 112                                      0.95     0.97
 //     the wait for K at a step's end                 0.94     0.94     0.96
 //
 // Also: O through Q's buffer, with that three buffers of K or of V, 0.99 / 0.99; no turns, at d=64, 1.01
 // full, 0.96 causal (at d=128 ptxas serialises it). Not taken: two buffers of Q for 192 rows, O through them,
-// N=16384, causal, 1.00 to 1.03 in five runs.
+// N=16384, causal, 1.00 to 1.03 in six runs. (The branch and what follows it: beside short_last.)
 //
 // By ncu (N=4096) tensor cores work for 0.77 of the time, FlashAttention-3's for 0.81; a step takes 1.47 us,
 // theirs 1.40.
@@ -127,7 +137,8 @@ __global__ void __launch_bounds__(threads, 1) forward_kernel(
       handed[n % Q_buffers] = {work, b, h};
       Q_smem.fill(Q_map, n, i * Br, h, b);                               // line 4
       if (n == 0) wait_for_previous_kernel();                            // clear_kernel
-      next = all > gridDim.x ? gridDim.x + atomicAdd(static_cast<int*>(p.workspace), 1) : all;
+      if (Mask::all_keys) next += gridDim.x;                             // equal tiles: no ticket
+      else next = all > gridDim.x ? gridDim.x + atomicAdd(static_cast<int*>(p.workspace), 1) : all;
       for (int t = 0; t < max(tiles.end, 1); t++, step++) {              // line 7: K_j, then the V before
         K_smem.fill(K_map, step, tiles[t] * Bc, h_kv, b);
         if (seamless ? step > 0 : t > 0) V_smem.fill(V_map, step - 1, V_row, V_head, V_batch);
@@ -261,9 +272,10 @@ cudaError_t launch(const FwdParams& p, cudaStream_t stream) {
   const size_t bytes = sizeof(ELEMENT) * tile_rows * pitch + 16 * sizeof(uint64_t);
   allow_shared_memory(forward_kernel, bytes);
   const int tiles = p.B * p.H * ceil_div(p.N_q, Br), blocks = min(tiles, multiprocessors());
-  if (blocks < tiles) clear_kernel<<<1, 1, 0, stream>>>(static_cast<int*>(p.workspace));
+  const bool tickets = !Mask::all_keys && blocks < tiles;
+  if (tickets) clear_kernel<<<1, 1, 0, stream>>>(static_cast<int*>(p.workspace));
   const int heads_together = Mask::all_keys ? 1 : heads_in_L2(p.B * p.H, p.N_k, 2 * d, p.H / p.H_kv);
-  cudaLaunchKernelEx(EarlyLaunch(blocks, threads, bytes, stream, blocks < tiles), forward_kernel, p, Q_map,
+  cudaLaunchKernelEx(EarlyLaunch(blocks, threads, bytes, stream, tickets), forward_kernel, p, Q_map,
                      K_map, V_map, O_map, heads_together);
   return cudaGetLastError();
 }

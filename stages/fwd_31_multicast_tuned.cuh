@@ -3,7 +3,8 @@
 // types:   fp16, bf16
 // needs:   sm_90a
 // after:   multicast
-// default: sm_90a if d > 128 and B * H * N_q >= 65536 and (H == H_kv or N_k > 8192) and window >= N_k
+// default: sm_90a if d > 128 and B * H * N_q >= 65536 and N_k >= 2048 and (H == H_kv or N_k > 8192)
+//          and window >= N_k
 // takes:   dropout, sink, d_v
 // tiles:   Br=256 Bc=128; d > 64 and rows < 8192: Br=128 Bc=128; d > 128: Br=256 Bc=80;
 //          d > 128 and rows < 16384: Br=128 Bc=80
@@ -31,6 +32,11 @@
 // together are enough (common/tile_order.cuh). (H200, bf16, d=256, N = 2048 / 4096 / 16384: 1.079 / 1.009 /
 // 1.001 of the speed with eight heads and without, of which `measured` is. There, at N=2048, the last group
 // was four heads, for 66 clusters.)
+//
+// With 80 keys half a tile is 48 columns, for warpgroups whose rows see no more of the diagonal's
+// (cut_diagonal). ptxas serialises that, unless V is given back after the exponentials. (H200, bf16, d=256,
+// causal, of the speed without, two runs: N = 1024 and B = 8 1.02; N = 2048 / 4096 / 16384 1.015 / 1.007 /
+// 1.002.)
 //
 // Changed from multicast: this, and the order.
 #pragma once
@@ -60,7 +66,7 @@ constexpr int pitch = panel * panels;      // elements in shared memory for a ro
 constexpr bool seamless = d <= 128 && Br * pitch <= 128 * 128;    // two buffers of Q and one of O fit; else O
 constexpr int Q_buffers = seamless ? 2 : 1;                              // leaves through Q's
 constexpr int tile_rows = (seamless ? 3 : 1) * Br + 4 * Bc;              // in shared memory
-constexpr int half_cols = Bc % 32 == 0 ? Bc / 2 : Bc;                    // of a tile of S
+constexpr int half_cols = (Bc / 2 + 15) / 16 * 16;                       // of a tile of S
 using TileOrder = Order<short_tiles_last && (d > 128)>;                  // else marks serialise it: C7511
 
 // The first row of a warp of this block, of the cluster's BLOCK_R
@@ -210,8 +216,8 @@ __global__ void __launch_bounds__(threads, 1) forward_kernel(
       K_smem.release(step + t);
       maximum(S, t);
       wgmma_wait<0>();
-      V_smem.release(step + t - 1);
       exponential(S, t);
+      V_smem.release(step + t - 1);
       if (slack == 0.f || __any_sync(0xffffffff, alpha[0] != 1.f || alpha[1] != 1.f))
         rescale(O_reg, alpha);                                           // line 10
     };

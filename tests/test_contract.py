@@ -373,11 +373,12 @@ def test_the_default_by_what_a_call_needs(monkeypatch, capability, sizes, needs,
 @pytest.mark.parametrize("gradients", [0, 1])
 @pytest.mark.parametrize("B, H_kv, N, d, masked, expected", [
     (8, 8, 2048, 256, 0, "multicast_tuned"), (8, 8, 2048, 136, 1, "multicast_tuned"),
-    (4, 8, 512, 256, 0, "hopper_tuned"), (8, 2, 2048, 256, 0, "hopper_tuned"),
+    (4, 8, 512, 256, 0, "hopper_tuned"), (16, 8, 1024, 256, 0, "hopper_tuned"),
+    (8, 2, 2048, 256, 0, "hopper_tuned"), (16, 8, 1024, 256, 1, "own_rows"),
     (1, 2, 16384, 256, 0, "multicast_tuned"),
-    (8, 8, 2048, 128, 0, "stream_k"), (8, 1, 2048, 64, 0, "stream_k"), (8, 8, 2048, 128, 1, "short_last"),
+    (8, 8, 2048, 128, 0, "stream_k"), (8, 1, 2048, 64, 0, "stream_k"), (8, 8, 2048, 128, 1, "own_rows"),
     (4, 8, 2048, 128, 0, "hopper_tuned"), (16, 8, 1024, 64, 0, "hopper_tuned"),
-    (1, 1, 64, 8, 1, "short_last"), (4, 8, 512, 256, 1, "short_last"), (8, 2, 2048, 256, 1, "short_last"),
+    (1, 1, 64, 8, 1, "own_rows"), (4, 8, 512, 256, 1, "own_rows"), (8, 2, 2048, 256, 1, "own_rows"),
     (1, 2, 16384, 256, 1, "multicast_tuned")])
 def test_the_default_of_the_forward_pass(monkeypatch, B, H_kv, N, d, masked, expected, gradients):
     """On Hopper: in large calls with d > 128 two blocks share K and V; with less, and no mask, blocks share
@@ -392,8 +393,8 @@ def test_the_default_of_the_forward_pass(monkeypatch, B, H_kv, N, d, masked, exp
 
 @pytest.mark.parametrize("d, H, N_q, gradients, expected", [
     (64, 8, 1, 0, "split_kv"), (256, 8, 16, 0, "split_kv"), (64, 16, 16, 0, "split_kv"),
-    (64, 24, 11, 0, "split_kv_wgmma"), (256, 64, 16, 0, "split_kv_wgmma"), (128, 64, 16, 1, "short_last"),
-    (64, 8, 17, 0, "short_last"), (64, 8, 1, 1, "short_last")])
+    (64, 24, 11, 0, "split_kv_wgmma"), (256, 64, 16, 0, "split_kv_wgmma"), (128, 64, 16, 1, "own_rows"),
+    (64, 8, 17, 0, "own_rows"), (64, 8, 1, 1, "own_rows")])
 def test_few_queries_with_a_mask(monkeypatch, d, H, N_q, gradients, expected):
     """On Hopper they take what splits the keys, as they do without a mask: with more than 32 packed rows by
     warpgroups."""
@@ -404,14 +405,14 @@ def test_few_queries_with_a_mask(monkeypatch, d, H, N_q, gradients, expected):
         return flash.find_stage(None, torch.bfloat16, device, d=d, sizes=sizes | window).name
 
     assert taken() == taken(window=4096) == expected
-    assert taken(window=4095) == expected.replace("short_last", "own_ranges")
+    assert taken(window=4095) == expected.replace("own_rows", "own_ranges")
 
 
 @pytest.mark.parametrize("mask, has_window", [
     (flash.masks.window(99, 0), True), (flash.masks.window(99, 0) & flash.masks.causal(), True),
     (flash.masks.window(99, 0) | flash.masks.prefix(4), False), (flash.masks.window(8191, 0), False)])
 @pytest.mark.parametrize("d, any_mask, expected", [
-    (64, "short_last", {"Br": 192, "Bc": 128}), (128, "short_last", {"Br": 128, "Bc": 128}),
+    (64, "own_rows", {"Br": 192, "Bc": 128}), (128, "own_rows", {"Br": 128, "Bc": 128}),
     (256, "multicast_tuned", {"Br": 128, "Bc": 80})])
 def test_the_default_with_a_window(monkeypatch, d, any_mask, expected, mask, has_window):
     """The stage whose warpgroups have ranges of their own, with the tiles that were the fastest. If all that
@@ -427,8 +428,8 @@ def test_the_default_with_a_window(monkeypatch, d, any_mask, expected, mask, has
 
 @pytest.mark.parametrize("d, causal, forward, backward", [
     (64, False, {"hopper_tuned", "stream_k"}, {"hopper_tuned", "augmented"}),
-    (64, True, {"short_last"}, {"hopper_tuned", "augmented", "first_stores"}),
-    (128, True, {"short_last"}, {"hopper_tuned", "augmented", "first_stores"}),
+    (64, True, {"own_rows"}, {"hopper_tuned", "augmented", "first_stores"}),
+    (128, True, {"own_rows"}, {"hopper_tuned", "augmented", "first_stores"}),
     (256, False, {"hopper_tuned", "multicast_tuned"}, {"exchanged_tuned", "exchanged_stream_k"})])
 def test_what_is_built_ahead(monkeypatch, d, causal, forward, backward):
     """By flash.compile(): of small calls, large ones, and with grouped heads, if these take another stage."""

@@ -546,14 +546,14 @@ def test_columns_of_S_of_a_cluster(device):
     assert products == sum(needed) * d // 16
 
 
-def columns_of_S(stage: str, N: int, **options) -> int:
-    """Columns of 64 rows that are multiplied, d = 64."""
-    q = torch.randn(1, 1, N, 64, generator=torch.Generator().manual_seed(0)).bfloat16()
+def columns_of_S(stage: str, N: int, d: int = 64, **options) -> int:
+    """Columns of 64 rows that are multiplied."""
+    q = torch.randn(1, 1, N, d, generator=torch.Generator().manual_seed(0)).bfloat16()
     with flash.inspect(Q=q) as report:
         flash.attention(q, q, q, stage=stage, **options)
     products = [(a.requests, a.bytes // a.requests // 32 - 64) for a in report.accesses
                 if a.kind == "wgmma" and a.bytes // a.requests // 32 > 64]      # both operands in smem
-    return sum(requests * n for requests, n in products) // (64 // 16)
+    return sum(requests * n for requests, n in products) // (d // 16)
 
 
 @simulator_only
@@ -590,6 +590,34 @@ def test_columns_of_S_in_a_window(device, Br, Bc):
     assert columns_of_S("short_last", N, **options) > of_warpgroups
     causal = {"causal": True, "Br": Br, "Bc": Bc}
     assert columns_of_S("own_ranges", N, **causal) == columns_of_S("short_last", N, **causal)
+
+
+@simulator_only
+@pytest.mark.parametrize("Bc", [80, 64, 48])
+def test_columns_of_S_in_half_tiles_of_a_cluster(device, Bc):
+    """Of multicast_tuned as many as 64 rows need, by whole tiles or what is half a tile at least: 48 of 80."""
+    half = -(-Bc // 32) * 16
+    columns = 0
+    for row in range(0, 512, 64):
+        tiles = -(-(row + 64) // Bc)
+        in_last = row + 64 - (tiles - 1) * Bc
+        columns += tiles * Bc - (Bc - half if tiles > 1 and in_last <= half else 0)
+    assert columns_of_S("multicast_tuned", 512, 192, causal=True, Br=256, Bc=Bc) == columns
+
+
+@simulator_only
+@pytest.mark.parametrize("N", [64, 256, 320, 384])
+@pytest.mark.parametrize("Bc", [80, 128])
+def test_columns_of_S_behind_the_last_row(device, N, Bc):
+    """The last tile of 192 rows has some for one, two or three warpgroups. The others multiply nothing in
+    own_rows, and all that the block needs in its parent. Without a mask, or with 128 rows, both do."""
+    without = -N % 192 // 64                     # warpgroups
+    options = {"causal": True, "Br": 192, "Bc": Bc}
+    assert columns_of_S("short_last", N, **options) - columns_of_S("own_rows", N, **options) == (
+        without * -(-N // Bc) * Bc)
+    for others in ({"causal": False}, {"Br": 128}):
+        columns = [columns_of_S(stage, N, **options | others) for stage in ("short_last", "own_rows")]
+        assert columns[0] == columns[1]
 
 
 SHARES = """\
@@ -679,6 +707,30 @@ def test_short_tiles_come_last(device, schedule, turn, d, Br, Bc, N_q, N_k):
         assert all(torch.equal(x, y) for x, y in zip(*found, strict=True))
     with flash.inspect() if device == "cpu" else contextlib.nullcontext() as report:
         o, lse = flash.attention(q, k, v, causal=True, stage="short_last", return_lse=True, Br=Br, Bc=Bc)
+    check(o, lse, q, k, v, N_k - N_q)
+    assert not (report and report.findings), report
+
+
+@with_two_schedules("turn, d, Bc, N_q, N_k", [
+    (0, 64, 128, 256, 256), (1, 128, 80, 449, 333), (2, 64, 128, 40, 200), (3, 128, 80, 320, 320),
+    (0, 64, 128, 200, 90)])
+def test_rows_that_end_before_a_warpgroup(device, schedule, turn, d, Bc, N_q, N_k):
+    """A block's first tile is one of those, or all are, or several in a row. The bits of its parent. (Of what
+    else a call may ask for, one by turns: there it is its parent.)"""
+    B = 1 if device == "cpu" else 60
+    q, k, v = random_qkv(B, 5, 5, N_q, N_k, d, device, torch.bfloat16)
+    others = [{"sink": torch.ones(5, device=device)}, {"dropout_p": 0.3}, {"scale": -0.1},
+              {"causal": False, "mask": flash.masks.window(90, 0)}]
+    for options in ({}, others[turn]):
+        found = []
+        for stage in ("own_rows", "short_last"):
+            torch.manual_seed(0)
+            with poisoned():
+                found.append(flash.attention(q, k, v, stage=stage, return_lse=True, Br=192, Bc=Bc,
+                                             **{"causal": True} | options))
+        assert all(torch.equal(x, y) for x, y in zip(*found, strict=True))
+    with flash.inspect() if device == "cpu" else contextlib.nullcontext() as report:
+        o, lse = flash.attention(q, k, v, causal=True, stage="own_rows", return_lse=True, Br=192, Bc=Bc)
     check(o, lse, q, k, v, N_k - N_q)
     assert not (report and report.findings), report
 

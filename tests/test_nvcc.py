@@ -9,7 +9,7 @@ import torch
 
 import flash
 from flash_ladder import grid, loader
-from flash_ladder.grid import LARGE, MULTICAST, SHORT_LAST, SIDE_BRANCH, STREAM_K, UP_TO_64, WRITERS
+from flash_ladder.grid import LARGE, MULTICAST, OWN_ROWS, SIDE_BRANCH, STREAM_K, UP_TO_64, WRITERS
 
 try:
     NVCC, WHY_NOT = flash.find_nvcc(), ""
@@ -106,7 +106,7 @@ def test_compiles_without_spills(stage, deterministic, architecture, tmp_path):
         cases = [(64, False), (128, False), (256, False)]
     if stage.path.stem == "fwd_29_hopper_tuned":      # the other calls without a mask
         cases = [(64, False), (128, False), (256, False)]
-    if stage.name in SHORT_LAST:                      # those with one
+    if stage.name in OWN_ROWS:                      # those with one
         cases = [(64, True), (128, True), (256, True)]
     if stage.name in grid.OWN_RANGES:                      # those with a window
         cases = [(64, False), (128, False), (256, False)]
@@ -127,7 +127,7 @@ def test_compiles_without_spills(stage, deterministic, architecture, tmp_path):
     cases = [(d, causal, able[0] if d == 256 else able[-1]) for d, causal in cases]
     more = []
     if is_end and architecture == "sm_90a" and not deterministic and len(able) > 1 and stage.name not in (
-            *SIDE_BRANCH, *SHORT_LAST, *grid.OWN_RANGES, "hopper_tuned"):
+            *SIDE_BRANCH, *OWN_ROWS, *grid.OWN_RANGES, "hopper_tuned"):
         more = [(64, False, able[0])] + [(128, True, able[0])]
     if stage.name in STREAM_K:
         more = [(64, False, able[0])]
@@ -136,7 +136,7 @@ def test_compiles_without_spills(stage, deterministic, architecture, tmp_path):
             chosen = [stage.default_tiles(d, causal=causal)]
         elif stage.fits(d, SHARED_MEMORY[architecture]):
             sizes = LARGE[1:] if n >= len(cases) or stage.name in STREAM_K else ((1, 1), *LARGE)
-            if stage.name in (*SHORT_LAST, *grid.OWN_RANGES) and n % 2 != stage.number % 2:
+            if stage.name in (*OWN_ROWS, *grid.OWN_RANGES) and n % 2 != stage.number % 2:
                 sizes = LARGE                      # small calls get the tiles of hopper_tuned's small calls
             chosen = [stage.tiles(d, SHARED_MEMORY[architecture], rows, causal, packed=packed, keys=keys)
                       for rows, keys in sizes for packed in ((1, 64) if n == 0 else (1,))]
@@ -225,7 +225,7 @@ def test_packed_sequences_spill_little(stage, tmp_path):
 @pytest.mark.parametrize("direction, name, d, asked, causal, most", [
     ("fwd", "hopper_tuned", 64, "DROPOUT", False, 0), ("fwd", "hopper_tuned", 128, "DROPOUT", False, 40),
     ("fwd", "short_last", 128, "window", False, 28),
-    *(("fwd", "short_last", d, asked, True, 0) for d, asked in (
+    *(("fwd", "own_rows", d, asked, True, 0) for d, asked in (
         (64, "DROPOUT"), (128, "DROPOUT"), (64, "SINK"), (128, "NEGATIVE_SCALE"))),
     ("bwd", "augmented", 64, "DROPOUT", False, 272), ("bwd", "augmented", 64, "alibi", False, 56),
     ("bwd", "exchanged_tuned", 192, "DROPOUT", True, 0),
