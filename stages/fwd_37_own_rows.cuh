@@ -7,7 +7,7 @@
 //          and (d <= 128 or B * H * N_q < 65536 or N_k < 2048 or H != H_kv and N_k <= 8192)
 // takes:   dropout, sink, d_v
 // tiles:   Br=192 Bc=128; d > 64 or rows < 65536: Br=128 Bc=128; rows < 8192: Br=64 Bc=128;
-//          d > 64 and rows >= 65536 and keys >= 8192 and window >= 8192: Br=192 Bc=80;
+//          d > 64 and rows >= 65536 and keys >= 16384 and window >= 16384: Br=192 Bc=80;
 //          d > 128: Br=128 Bc=80; d > 128 and rows < 16384: Br=64 Bc=80
 // limits:  Br % 64 == 0; Br <= 192; Bc % 16 == 0; Bc <= 128
 // shared:  2 * ((3 if d <= 128 and Br * ((d + 63) // 64) <= 256 else 1) * Br + 4 * Bc)
