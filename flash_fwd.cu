@@ -95,6 +95,8 @@
 //                                        ends
 //   stages/fwd_36_split_kv_wgmma.cuh     (after warp_specialized) decoding with many packed rows: split_kv's
 //                                        packing and ranges, with a producer and warpgroups
+//   stages/fwd_37_own_rows.cuh           (after short_last) nothing in vain: no products for rows behind the
+//                                        last one, no tickets where tiles are equal
 // A stage starts with lines for flash_ladder/registry.py: the stage that it grew from (after); at the end of
 // a branch, the architecture from which on calls take it (default), perhaps only some calls; what it knows
 // of dropout, sinks and the like (takes), and what it refuses that others take (refuses); tile sizes and

@@ -44,25 +44,24 @@ STREAM_K = ("stream_k",)       # of the forward, where all tiles are equal
 # Of the backward, for d <= 192, as a tile of dQ has to fit
 WRITERS = ("writer_warp", "semaphores", "idle_warps", "augmented", "first_stores")
 PACKED = ("packed", "packed_semaphores")   # for packed sequences: few other calls take one
-OWN_ROWS = ("own_rows",)       # of the forward, with a causal mask; else its parent
-OWN_RANGES = ("own_ranges",)   # likewise, with a window
+OWN_ROWS = ("own_rows",)       # of the forward, what most calls take
+OWN_RANGES = ("own_ranges",)   # of the forward, with a window; else its parent
 
 
 def is_end(stage) -> bool:
     """Whether a stage is an end of a branch: the root or a leaf of the ladder, or what calls take. One's own
     file is. A fork is not: what is wrong there shows at the ends of all that grew from it."""
-    if stage.name in (*SIDE_BRANCH, *MULTICAST, *UP_TO_64, *PACKED, *OWN_ROWS, *OWN_RANGES):
+    if stage.name in (*SIDE_BRANCH, *MULTICAST, *UP_TO_64, *PACKED, *OWN_RANGES):
         return False
     is_leaf = all(s.after != stage.name for s in stages(stage.direction))
     return not stage.after or is_leaf or bool(stage.default) or not stage.number
 
 
 def cases_for(stage) -> list[tuple]:
-    """All of GRID at the ends of a branch, and with a mask for what masked calls take; fewer in between, as a
-    mistake there mostly shows at the end."""
-    if not is_end(stage) and stage.name not in OWN_ROWS:
+    """All of GRID at the ends of a branch; fewer in between, as a mistake there mostly shows at the end."""
+    if not is_end(stage):
         return thin_cases(stage)
-    return [case for case in GRID if stage.fits(case[5], 227 * 1024) and (case[6] or is_end(stage))]
+    return [case for case in GRID if stage.fits(case[5], 227 * 1024)]
 
 
 def thin_cases(stage) -> list[tuple]:

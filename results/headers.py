@@ -43,7 +43,9 @@ def gains(data: dict, direction: str, name: str) -> list[tuple[dict, dict, float
                   and all(other[key] == row[key] for key in ("N", "d", "causal"))]
         before.sort(key=lambda other: other["dtype"] != row["dtype"])
         if before:
-            found.append((row, before[0], row["tflops"] / before[0]["tflops"]))
+            same_type = before[0]["dtype"] == row["dtype"]
+            factor = staircase.gain(row, before[:1]) if same_type else row["tflops"] / before[0]["tflops"]
+            found.append((row, before[0], factor))
     return found
 
 

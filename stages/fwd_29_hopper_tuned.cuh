@@ -3,7 +3,6 @@
 // types:   fp16, bf16
 // needs:   sm_90a
 // after:   cut_diagonal
-// default: sm_90a
 // takes:   dropout, sink, d_v
 // tiles:   Br=192 Bc=128; d > 64 or rows < 65536: Br=128 Bc=128; rows < 8192: Br=64 Bc=128;
 //          d > 64 and rows >= 65536 and keys >= 8192 and window >= 8192: Br=192 Bc=80;
@@ -14,7 +13,7 @@
 // workspace: the number of tiles that blocks have asked for
 // hbm:     4 * B * H * (Tr * N_k * d + N_q * (d + 1))
 // predicted: 1.05x: stores of 4 bytes a lane become a box a warp
-// measured: 1.03x at d=64 causal, 1.02x full, 1.05x at d=128 causal, 1.03x full, 1.06x at d=256 causal, 1.05x
+// measured: 1.03x at d=64 causal, 1.02x full, 1.05x at d=128 causal, 1.03x full, 1.07x at d=256 causal, 1.05x
 //          full (H200, bf16, N=4096; make readme)
 //
 // What is left.
@@ -33,10 +32,7 @@
 //     together is worked out on the CPU. (TFLOP/s without and with these two, H100, one run, bf16, N=2048,
 //     full: 696 -> 700 at d=128, 741 -> 744 at d=256, 518 -> 516 at d=64.)
 //   - The kernel starts while clear_kernel ends (EarlyLaunch). The producer waits for it before it asks for
-//     the second tile. Without a mask tiles take equally long: each block has every gridDim.x-th, draws no
-//     ticket, and there is nothing to clear (H200, bf16, TFLOP/s with tickets -> without; N=512 and B=4 /
-//     1024 and 1 / 1024 and 8: d=64 315 / 340 / 447 -> 342 / 360 / 454; the last two at d=128 508 / 641 ->
-//     515 / 663; the last one at d=256 651 -> 663).
+//     the second tile.
 //   - With every mask, no longer causal alone, several heads go together, the last rows first: short tiles
 //     fill the gaps at the end. (Time over that before, H200, bf16, N=16384, H=16, d = 64, 128: prefix 0.88,
 //     0.91; alibi & causal 0.87, 0.88; document 0.95, 0.97; window of 1024 0.98, 1.00, in another run 0.94,
@@ -137,8 +133,7 @@ __global__ void __launch_bounds__(threads, 1) forward_kernel(
       handed[n % Q_buffers] = {work, b, h};
       Q_smem.fill(Q_map, n, i * Br, h, b);                               // line 4
       if (n == 0) wait_for_previous_kernel();                            // clear_kernel
-      if (Mask::all_keys) next += gridDim.x;                             // equal tiles: no ticket
-      else next = all > gridDim.x ? gridDim.x + atomicAdd(static_cast<int*>(p.workspace), 1) : all;
+      next = all > gridDim.x ? gridDim.x + atomicAdd(static_cast<int*>(p.workspace), 1) : all;
       for (int t = 0; t < max(tiles.end, 1); t++, step++) {              // line 7: K_j, then the V before
         K_smem.fill(K_map, step, tiles[t] * Bc, h_kv, b);
         if (seamless ? step > 0 : t > 0) V_smem.fill(V_map, step - 1, V_row, V_head, V_batch);
@@ -272,10 +267,9 @@ cudaError_t launch(const FwdParams& p, cudaStream_t stream) {
   const size_t bytes = sizeof(ELEMENT) * tile_rows * pitch + 16 * sizeof(uint64_t);
   allow_shared_memory(forward_kernel, bytes);
   const int tiles = p.B * p.H * ceil_div(p.N_q, Br), blocks = min(tiles, multiprocessors());
-  const bool tickets = !Mask::all_keys && blocks < tiles;
-  if (tickets) clear_kernel<<<1, 1, 0, stream>>>(static_cast<int*>(p.workspace));
+  if (blocks < tiles) clear_kernel<<<1, 1, 0, stream>>>(static_cast<int*>(p.workspace));
   const int heads_together = Mask::all_keys ? 1 : heads_in_L2(p.B * p.H, p.N_k, 2 * d, p.H / p.H_kv);
-  cudaLaunchKernelEx(EarlyLaunch(blocks, threads, bytes, stream, tickets), forward_kernel, p, Q_map,
+  cudaLaunchKernelEx(EarlyLaunch(blocks, threads, bytes, stream, blocks < tiles), forward_kernel, p, Q_map,
                      K_map, V_map, O_map, heads_together);
   return cudaGetLastError();
 }

@@ -13,7 +13,7 @@
 // workspace: the number of tiles that blocks have asked for
 // hbm:     4 * B * H * (Tr * N_k * d + N_q * (d + 1))
 // predicted: 1.00 to 1.02x with a causal mask; 1.0x without
-// measured: 1.02x at d=64 causal, 1.00x full, 1.00x at d=128 causal, 1.01x full, 0.96x at d=256 causal, 1.00x
+// measured: 1.03x at d=64 causal, 1.00x full, 1.00x at d=128 causal, 1.01x full, 0.96x at d=256 causal, 1.00x
 //          full (H200, bf16, N=4096; make readme)
 //
 // With a causal mask tiles are unequal. Blocks draw the longest ones first, so that short ones fill the gaps
@@ -102,8 +102,7 @@ __global__ void __launch_bounds__(threads, 1) forward_kernel(
       handed[n % Q_buffers] = {work, b, h};
       Q_smem.fill(Q_map, n, i * Br, h, b);                               // line 4
       if (n == 0) wait_for_previous_kernel();                            // clear_kernel
-      if (Mask::all_keys) next += gridDim.x;                             // equal tiles: no ticket
-      else next = all > gridDim.x ? gridDim.x + atomicAdd(static_cast<int*>(p.workspace), 1) : all;
+      next = all > gridDim.x ? gridDim.x + atomicAdd(static_cast<int*>(p.workspace), 1) : all;
       for (int t = 0; t < max(tiles.end, 1); t++, step++) {              // line 7: K_j, then the V before
         K_smem.fill(K_map, step, tiles[t] * Bc, h_kv, b);
         if (seamless ? step > 0 : t > 0) V_smem.fill(V_map, step - 1, V_row, V_head, V_batch);
@@ -237,10 +236,9 @@ cudaError_t launch(const FwdParams& p, cudaStream_t stream) {
   const size_t bytes = sizeof(ELEMENT) * tile_rows * pitch + 16 * sizeof(uint64_t);
   allow_shared_memory(forward_kernel, bytes);
   const int tiles = p.B * p.H * ceil_div(p.N_q, Br), blocks = min(tiles, multiprocessors());
-  const bool tickets = !Mask::all_keys && blocks < tiles;
-  if (tickets) clear_kernel<<<1, 1, 0, stream>>>(static_cast<int*>(p.workspace));
+  if (blocks < tiles) clear_kernel<<<1, 1, 0, stream>>>(static_cast<int*>(p.workspace));
   const TileOrder order(Mask::all_keys, p.B * p.H, ceil_div(p.N_q, Br), p.N_k, 2 * d, p.H / p.H_kv);
-  cudaLaunchKernelEx(EarlyLaunch(blocks, threads, bytes, stream, tickets), forward_kernel, p, Q_map,
+  cudaLaunchKernelEx(EarlyLaunch(blocks, threads, bytes, stream, blocks < tiles), forward_kernel, p, Q_map,
                      K_map, V_map, O_map, order);
   return cudaGetLastError();
 }

@@ -1,10 +1,9 @@
 // Forward stage 37: own_rows
-// idea:    causal: a warpgroup whose rows lie behind the last query passes by the tile, the longest one
+// idea:    nothing in vain: no products for rows behind the last one, no tickets where tiles are equal
 // types:   fp16, bf16
 // needs:   sm_90a
 // after:   short_last
-// default: sm_90a if masked and window >= N_k and (N_q > 16 or gradients)
-//          and (d <= 128 or B * H * N_q < 65536 or N_k < 2048 or H != H_kv and N_k <= 8192)
+// default: sm_90a
 // takes:   dropout, sink, d_v
 // tiles:   Br=192 Bc=128; d > 64 or rows < 65536: Br=128 Bc=128; rows < 8192: Br=64 Bc=128;
 //          d > 64 and rows >= 65536 and keys >= 16384 and window >= 16384: Br=192 Bc=80;
@@ -15,29 +14,38 @@
 // workspace: the number of tiles that blocks have asked for
 // hbm:     4 * B * H * (Tr * N_k * d + N_q * (d + 1))
 // predicted: at most 1.06x at d=64 causal, N=2048 and 4096; 1.0x without, and with tiles of 128 rows
-// measured: 
+// measured: 1.03x at d=64 causal, 1.00x at d=128 causal, 1.00x at d=256 causal (H200, bf16, N=4096; make
+//          readme)
 //
-// Lengths are powers of two, or multiples of 128, and tiles have 192 rows. So the last tile has rows for one
-// or two of its three warpgroups: with N=4096 the tile from row 4032 on has 64. With a causal mask it is the
-// longest one. What its other rows take is a part of all products, causal:
+// With a causal mask. Lengths are powers of two, or multiples of 128, and tiles have 192 rows. So the last
+// tile has rows for one or two of its three warpgroups: with N=4096 the tile from row 4032 on has 64. It is
+// the longest one, too. What its other rows take is a part of all products:
 //
 //   N                        512    1024    2048    4096   16384
 //   rows of the last tile    128      64     128      64      64
 //   in vain                 0.15    0.17    0.05    0.06    0.02
 //
 // Here a warpgroup that has no row of a tile computes nothing of it: it takes its turns, waits for K and V,
-// and gives them back, as others need them (pass_by). So the tensor cores and the exponentials are the other
-// warpgroups' alone. It finishes the tile before first: P V of its last step cannot be left until the next
-// tile's first product, as there is none (seamless).
+// and gives them back, as others need them (common/own_rows.cuh). So the tensor cores and the exponentials
+// are the other warpgroups' alone. It finishes the tile before first: P V of its last step cannot be left
+// until the next tile's first product, as there is none (seamless). (Not with a sink, dropout, a negative
+// scale, or 128 rows: there ptxas would serialise.)
 //
-// The time is not what the products say: a warpgroup alone waits for its own exponentials.
+// Without a mask. Tiles take equally long: each block has every gridDim.x-th, draws no ticket, and no kernel
+// has to clear one. Small calls take this; in large ones the last round counts, too (stream_k).
 //
-// Only with a causal mask, and tiles of 192 rows: with 128 ptxas serialises (C7511), as it does with dropout
-// and with other masks. There, with a sink or a negative scale it is short_last.
+// TFLOP/s, short_last's -> this one's (H200, bf16, by turns; H = 32, 16, 8 at d = 64, 128, 256):
+//
+//   N, B          512, 4       1024, 1      1024, 8      2048, 8      4096, 4      16384, 1
+//   64 causal   191 -> 209    213 -> 213   317 -> 344   451 -> 466   505 -> 523   546 -> 561
+//   64 full     315 -> 342    340 -> 360   447 -> 454
+//   128 full                  508 -> 515   641 -> 663
+//   256 full                               651 -> 663
 //
 // HBM traffic without caches (hbm, above): as in hopper_tuned.
 //
-// Changed from short_last: this.
+// Changed from short_last: this. And at d=128 192 x 80 begins with 16384 keys: at N=8192 and B=2 128 x 128
+// has 718 TFLOP/s, and that 706.
 #pragma once
 #include "common/both_rows.cuh"
 #include "common/drop.cuh"
@@ -45,7 +53,7 @@
 #include "common/launch.cuh"
 #include "common/mask.cuh"
 #include "common/mma.cuh"
-#include "common/own_range.cuh"
+#include "common/own_rows.cuh"
 #include "common/ring.cuh"
 #include "common/store_panels.cuh"
 #include "common/tile16.cuh"
@@ -65,7 +73,6 @@ constexpr int Q_buffers = seamless ? 2 : 1;                              // leav
 constexpr int tile_rows = (seamless ? 3 : 1) * Br + 4 * Bc;              // in shared memory
 constexpr int half_cols = Bc % 32 == 0 ? Bc / 2 : Bc;                    // of a tile of S
 using TileOrder = Order<short_tiles_last>;
-constexpr bool rows_may_end = short_tiles_last && Br > 128;              // before a warpgroup's first row
 
 // How many tiles of Q blocks have asked for, after their first ones
 __global__ void clear_kernel(int* asked_for) { *asked_for = 0; }
@@ -106,9 +113,7 @@ __global__ void __launch_bounds__(threads, 1) forward_kernel(
       const auto tiles = Mask(p, b, h).key_tiles(i);
       handed[n % Q_buffers] = {work, b, h};
       Q_smem.fill(Q_map, n, i * Br, h, b);                               // line 4
-      if (n == 0) wait_for_previous_kernel();                            // clear_kernel
-      if (Mask::all_keys) next += gridDim.x;                             // equal tiles: no ticket
-      else next = all > gridDim.x ? gridDim.x + atomicAdd(static_cast<int*>(p.workspace), 1) : all;
+      next = Mask::all_keys ? next + gridDim.x : draw_ticket(n, all, p.workspace);
       for (int t = 0; t < max(tiles.end, 1); t++, step++) {              // line 7: K_j, then the V before
         K_smem.fill(K_map, step, tiles[t] * Bc, h_kv, b);
         if (seamless ? step > 0 : t > 0) V_smem.fill(V_map, step - 1, V_row, V_head, V_batch);
@@ -137,21 +142,11 @@ __global__ void __launch_bounds__(threads, 1) forward_kernel(
   // m and l of this lane's two rows; l: the sum over its columns only, until the end
   float m[2], l[2], inv_l[2], alpha[2], shift[2];
   auto first_row = [&](const Work& work) { return (Tr - 1 - work.tile) * Br + 16 * warp; };   // of this warp
-  auto wait_for_Q = [&](unsigned n) {       // returns what came with it
-    Q_smem.wait_until_full(n);
-    const Handed work = lane == 0 ? handed[n % Q_buffers] : Handed{};
-    return Handed{{of_lane_0(work.tile), of_lane_0(work.bh)}, of_lane_0(work.b), of_lane_0(work.h)};
-  };
-  auto has_no_row = [&](const Work& work) {                              // this warpgroup of this tile
-    return rows_may_end && work.tile == 0 && first_row(work) / 64 * 64 >= p.N_q;
-  };
-  auto pass_tiles = [&](Handed& work, unsigned& n, unsigned& step) {     // of which it has none
-    for (; has_no_row(work); work = wait_for_Q(++n)) {
-      const int end = max(Mask(p, work.b, work.h).key_tiles(Tr - 1 - work.tile).end, 1);
-      pass_by(turns, K_smem, V_smem, step, step + end);
-      step += end;
-      Q_smem.release(n);
-    }
+  auto wait_for_Q = [&](unsigned n) { return wait_for_tile(Q_smem, handed, n); };
+  unsigned n = 0, step = 0, last = 0;
+  const bool no_row = rows_may_end && (Tr - 1) * Br + warp / 4 * 64 >= p.N_q;      // in the last tile
+  auto with_rows = [&](const Handed& work) {                             // the next that has some, or this
+    return no_row ? pass_last_tiles(work, n, step, p, handed, turns, Q_smem, K_smem, V_smem) : work;
   };
   auto store = [&](const Handed& work) {
     rescale(O_reg, inv_l);                                               // line 12
@@ -159,10 +154,8 @@ __global__ void __launch_bounds__(threads, 1) forward_kernel(
     if (!seamless && lane == 0) bulk_wait_read<0>();
   };
   bool is_left = false;                     // P V of the last step of the tile before
-  Handed before = {}, work = wait_for_Q(0), next;
-  unsigned n = 0, step = 0, last = 0;
-  pass_tiles(work, n, step);
-  for (; work.tile >= 0; before = work, work = next) {                   // line 3
+  Handed before = {}, work = with_rows(wait_for_Q(0)), next;
+  for (; work.tile >= 0; n++, before = work, work = with_rows(next)) {   // line 3
     const int warp_row = first_row(work);
     const Mask mask(p, work.b, work.h);
     const auto tiles = mask.key_tiles(Tr - 1 - work.tile);
@@ -229,16 +222,15 @@ __global__ void __launch_bounds__(threads, 1) forward_kernel(
     step += end;
     store_L(p, m, l, inv_l, work.bh, warp_row);                          // lines 13, 15
     if (seamless) next = wait_for_Q(n + 1);
-    is_left = seamless && next.tile >= 0 && !has_no_row(next);
+    is_left = seamless && next.tile >= 0 && !(no_row && next.tile == 0);
     if (!is_left) {
       multiply_O(last);
       wgmma_wait<0>();
       V_smem.release(last);
       store(work);
     }
-    Q_smem.release(n++);
-    if (!seamless) next = wait_for_Q(n);
-    pass_tiles(next, n, step);
+    Q_smem.release(n);
+    if (!seamless) next = wait_for_Q(n + 1);
   }
   if (lane == 0) bulk_wait<0>();
   turns.end_all();
@@ -256,7 +248,7 @@ cudaError_t launch(const FwdParams& p, cudaStream_t stream) {
   const size_t bytes = sizeof(ELEMENT) * tile_rows * pitch + 16 * sizeof(uint64_t);
   allow_shared_memory(forward_kernel, bytes);
   const int tiles = p.B * p.H * ceil_div(p.N_q, Br), blocks = min(tiles, multiprocessors());
-  const bool tickets = !Mask::all_keys && blocks < tiles;
+  const bool tickets = blocks < tiles && !Mask::all_keys;
   if (tickets) clear_kernel<<<1, 1, 0, stream>>>(static_cast<int*>(p.workspace));
   const TileOrder order(Mask::all_keys, p.B * p.H, ceil_div(p.N_q, Br), p.N_k, 2 * d, p.H / p.H_kv);
   cudaLaunchKernelEx(EarlyLaunch(blocks, threads, bytes, stream, tickets), forward_kernel, p, Q_map,

@@ -336,16 +336,16 @@ def gpu(monkeypatch, capability, shared_memory=227 * 1024) -> torch.device:
 DECODING = {"B": 1, "H": 8, "H_kv": 2, "N_q": 1, "N_k": 600, "d": 64, "gradients": 0, "masked": 0}
 PROMPT = DECODING | {"N_q": 600}
 NAMES = "the end of its branch, which is taken "
-ELSEWHERE = "from sm_80 on; hopper_tuned is taken on sm_90a, and {} is sm_"
+ELSEWHERE = "from sm_80 on; own_rows is taken on sm_90a, and {} is sm_"
 
 
 @pytest.mark.parametrize("capability, sizes, needs, expected, why", [
-    ((9, 0), PROMPT, (), "hopper_tuned", NAMES + "on sm_90a"),
-    ((9, 0), PROMPT, ("dropout", "sink"), "hopper_tuned", NAMES + "on sm_90a"),
+    ((9, 0), PROMPT, (), "own_rows", NAMES + "on sm_90a"),
+    ((9, 0), PROMPT, ("dropout", "sink"), "own_rows", NAMES + "on sm_90a"),
     ((9, 0), None, ("varlen",), "packed",
-     "the nearest relative of hopper_tuned, which takes no varlen"),
+     "the nearest relative of own_rows, which takes no varlen"),
     ((9, 0), PROMPT, ("sink", "kv_cache"), "ampere_tuned",
-     "the nearest relative of hopper_tuned, which takes no kv_cache"),
+     "the nearest relative of own_rows, which takes no kv_cache"),
     ((9, 0), DECODING, ("sink", "kv_cache"), "split_kv",
      NAMES + "from sm_80 on by calls of N_q <= 16 and N_k >= 512 and not gradients"),
     ((9, 0), DECODING, (), "split_kv",
@@ -354,13 +354,13 @@ ELSEWHERE = "from sm_80 on; hopper_tuned is taken on sm_90a, and {} is sm_"
      "N_q <= 16 and N_q * H // H_kv > 32 and N_k >= 512 and not gradients"),
     ((9, 0), DECODING | {"H": 64, "N_q": 16}, ("kv_cache",), "split_kv",
      NAMES + "from sm_80 on by calls of N_q <= 16 and N_k >= 512 and not gradients"),
-    ((9, 0), DECODING | {"gradients": 1}, (), "hopper_tuned", NAMES + "on sm_90a"),
-    ((9, 0), DECODING, ("dropout",), "hopper_tuned", NAMES + "on sm_90a"),
-    ((9, 0), DECODING, ("masks by head",), "hopper_tuned", NAMES + "on sm_90a"),
+    ((9, 0), DECODING | {"gradients": 1}, (), "own_rows", NAMES + "on sm_90a"),
+    ((9, 0), DECODING, ("dropout",), "own_rows", NAMES + "on sm_90a"),
+    ((9, 0), DECODING, ("masks by head",), "own_rows", NAMES + "on sm_90a"),
     ((8, 6), PROMPT, (), "ampere_tuned", NAMES + ELSEWHERE.format("a GPU") + "86"),
     ((10, 0), PROMPT, ("varlen",), "ampere_tuned", NAMES + ELSEWHERE.format("a GPU") + "100"),
     (None, PROMPT, (), "ampere_tuned",
-     NAMES + "from sm_80 on; hopper_tuned is taken on sm_90a, and the simulator counts as sm_80"),
+     NAMES + "from sm_80 on; own_rows is taken on sm_90a, and the simulator counts as sm_80"),
 ])
 def test_the_default_by_what_a_call_needs(monkeypatch, capability, sizes, needs, expected, why):
     """Of the ladder itself. None: on the CPU."""
@@ -373,16 +373,16 @@ def test_the_default_by_what_a_call_needs(monkeypatch, capability, sizes, needs,
 @pytest.mark.parametrize("gradients", [0, 1])
 @pytest.mark.parametrize("B, H_kv, N, d, masked, expected", [
     (8, 8, 2048, 256, 0, "multicast_tuned"), (8, 8, 2048, 136, 1, "multicast_tuned"),
-    (4, 8, 512, 256, 0, "hopper_tuned"), (16, 8, 1024, 256, 0, "hopper_tuned"),
-    (8, 2, 2048, 256, 0, "hopper_tuned"), (16, 8, 1024, 256, 1, "own_rows"),
+    (4, 8, 512, 256, 0, "own_rows"), (16, 8, 1024, 256, 0, "own_rows"),
+    (8, 2, 2048, 256, 0, "own_rows"), (16, 8, 1024, 256, 1, "own_rows"),
     (1, 2, 16384, 256, 0, "multicast_tuned"),
     (8, 8, 2048, 128, 0, "stream_k"), (8, 1, 2048, 64, 0, "stream_k"), (8, 8, 2048, 128, 1, "own_rows"),
-    (4, 8, 2048, 128, 0, "hopper_tuned"), (16, 8, 1024, 64, 0, "hopper_tuned"),
+    (4, 8, 2048, 128, 0, "own_rows"), (16, 8, 1024, 64, 0, "own_rows"),
     (1, 1, 64, 8, 1, "own_rows"), (4, 8, 512, 256, 1, "own_rows"), (8, 2, 2048, 256, 1, "own_rows"),
     (1, 2, 16384, 256, 1, "multicast_tuned")])
 def test_the_default_of_the_forward_pass(monkeypatch, B, H_kv, N, d, masked, expected, gradients):
     """On Hopper: in large calls with d > 128 two blocks share K and V; with less, and no mask, blocks share
-    the last round; with a mask short tiles come last."""
+    the last round; in others each knows its tiles, and with a mask short ones come last."""
     sizes = {"B": B, "H": 8, "H_kv": H_kv, "N_q": N, "N_k": N, "d": d, "gradients": gradients,
              "masked": masked}
     device = gpu(monkeypatch, (9, 0))
@@ -427,10 +427,10 @@ def test_the_default_with_a_window(monkeypatch, d, any_mask, expected, mask, has
 
 
 @pytest.mark.parametrize("d, causal, forward, backward", [
-    (64, False, {"hopper_tuned", "stream_k"}, {"hopper_tuned", "augmented"}),
+    (64, False, {"own_rows", "stream_k"}, {"hopper_tuned", "augmented"}),
     (64, True, {"own_rows"}, {"hopper_tuned", "augmented", "first_stores"}),
     (128, True, {"own_rows"}, {"hopper_tuned", "augmented", "first_stores"}),
-    (256, False, {"hopper_tuned", "multicast_tuned"}, {"exchanged_tuned", "exchanged_stream_k"})])
+    (256, False, {"own_rows", "multicast_tuned"}, {"exchanged_tuned", "exchanged_stream_k"})])
 def test_what_is_built_ahead(monkeypatch, d, causal, forward, backward):
     """By flash.compile(): of small calls, large ones, and with grouped heads, if these take another stage."""
     gpu(monkeypatch, (9, 0))

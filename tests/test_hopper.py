@@ -595,7 +595,7 @@ def test_columns_of_S_in_a_window(device, Br, Bc):
 @simulator_only
 @pytest.mark.parametrize("Bc", [80, 64, 48])
 def test_columns_of_S_in_half_tiles_of_a_cluster(device, Bc):
-    """Of multicast_tuned as many as 64 rows need, by whole tiles or what is half a tile at least: 48 of 80."""
+    """As many as 64 rows need, by whole tiles, and of the last one perhaps half, or 48 of 80."""
     half = -(-Bc // 32) * 16
     columns = 0
     for row in range(0, 512, 64):

@@ -104,10 +104,8 @@ def test_compiles_without_spills(stage, deterministic, architecture, tmp_path):
         cases = [(64, True), (128, False)]
     if stage.name in STREAM_K:                         # calls without a mask take it, and large ones
         cases = [(64, False), (128, False), (256, False)]
-    if stage.path.stem == "fwd_29_hopper_tuned":      # the other calls without a mask
-        cases = [(64, False), (128, False), (256, False)]
-    if stage.name in OWN_ROWS:                      # those with one
-        cases = [(64, True), (128, True), (256, True)]
+    if stage.name in OWN_ROWS:                        # what most calls take
+        cases = [(64, True), (128, True), (256, True), (64, False), (128, False)]
     if stage.name in grid.OWN_RANGES:                      # those with a window
         cases = [(64, False), (128, False), (256, False)]
     mask = {"MASK_FILE": flash.STAGES / "masks" / "window.cuh"} if stage.name in grid.OWN_RANGES else None
@@ -223,7 +221,7 @@ def test_packed_sequences_spill_little(stage, tmp_path):
 
 @pytest.mark.skipif(NVCC is None, reason=WHY_NOT)
 @pytest.mark.parametrize("direction, name, d, asked, causal, most", [
-    ("fwd", "hopper_tuned", 64, "DROPOUT", False, 0), ("fwd", "hopper_tuned", 128, "DROPOUT", False, 40),
+    ("fwd", "own_rows", 64, "DROPOUT", False, 0), ("fwd", "own_rows", 128, "DROPOUT", False, 40),
     ("fwd", "short_last", 128, "window", False, 28),
     *(("fwd", "own_rows", d, asked, True, 0) for d, asked in (
         (64, "DROPOUT"), (128, "DROPOUT"), (64, "SINK"), (128, "NEGATIVE_SCALE"))),

@@ -266,6 +266,20 @@ def test_gains(capsys):
     assert "naive, fwd fp32 d=64 causal N=4096: skipped: a call takes 2.1 s" in shown and "1.42×" in shown
 
 
+def test_a_gain_is_of_one_run():
+    """Rows of several runs in one file: a stage counts over its parent as that was in the stage's own."""
+    rows = [row("flash2", 10.0), row("tiles", 14.0), row("PyTorch math", 6.9)]
+    rungs.note_parents(rows)
+    assert [each.get("parent_tflops") for each in rows] == [None, 10.0, None]
+    data = result(row("flash2", 12.0), *rows[1:])
+    assert staircase.table(data, "fwd", "fp32")[2] == ["tiles", "14.0 1.40×"]
+    assert [factor for *_, factor in headers.gains(data, "fwd", "tiles")] == [1.4]
+    rows[0] |= {"status": "failed", "tflops": None}
+    del rows[1]["parent_tflops"]
+    rungs.note_parents(rows)
+    assert "parent_tflops" not in rows[1]
+
+
 def test_pictures_are_drawn_once(tmp_path, monkeypatch):
     """From the JSON alone, and anew when that changes. All steps, gains and peers are there, side by side."""
     rows = [row(name, 10.0 + i) for i, name in enumerate(TREE)]

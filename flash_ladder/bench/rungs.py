@@ -178,7 +178,17 @@ def measured(args: argparse.Namespace, case: cases.Case, bar: Progress, task: Ta
             ms = statistics.median(runner.times)
             runner.row |= {"turns_ms": runner.times, "median_ms": ms,
                            "tflops": measuring.tflops(ms, case, args)}
+    note_parents(rows)
     return rows
+
+
+def note_parents(rows: list[dict]) -> None:
+    """Each stage's row has its parent's TFLOP/s of the same run, if that was in it: another run may find the
+    GPU at another clock, so that a gain over a row of that would be of the clock, too."""
+    found = {row["name"]: row["tflops"] for row in rows if row["status"] == "ok"}
+    for row in rows:
+        if parent := found.get(row.get("after")):
+            row["parent_tflops"] = parent
 
 
 def counted(args: argparse.Namespace, case: cases.Case, bar: Progress, task: TaskID) -> list[dict]:

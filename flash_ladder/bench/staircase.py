@@ -115,9 +115,10 @@ def value(row: dict, what: str) -> float | None:
 
 
 def gain(row: dict, others: list[dict], what: str = "tflops") -> float | None:
-    """The TFLOP/s of a stage over its parent's, among others; of what is counted, how many times less.
-    None without one of the two."""
-    before = next((value(other, what) for other in others if other["name"] == row.get("after")), None)
+    """The TFLOP/s of a stage over its parent's of the same run, or else of a row among others; of what is
+    counted, how many times less. None without one of the two."""
+    before = row.get(f"parent_{what}") or next(
+        (value(other, what) for other in others if other["name"] == row.get("after")), None)
     here = value(row, what)
     if not before or not here:
         return None
