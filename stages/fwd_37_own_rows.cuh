@@ -142,11 +142,11 @@ __global__ void __launch_bounds__(threads, 1) forward_kernel(
   // m and l of this lane's two rows; l: the sum over its columns only, until the end
   float m[2], l[2], inv_l[2], alpha[2], shift[2];
   auto first_row = [&](const Work& work) { return (Tr - 1 - work.tile) * Br + 16 * warp; };   // of this warp
-  auto wait_for_Q = [&](unsigned n) { return wait_for_tile(Q_smem, handed, n); };
+  auto wait_for_Q = [&](unsigned n) { return Q_smem.wait_until_full(n), of_lane_0(handed[n % Q_buffers]); };
   unsigned n = 0, step = 0, last = 0;
   const bool no_row = rows_may_end && (Tr - 1) * Br + warp / 4 * 64 >= p.N_q;      // in the last tile
   auto with_rows = [&](const Handed& work) {                             // the next that has some, or this
-    return no_row ? pass_last_tiles(work, n, step, p, handed, turns, Q_smem, K_smem, V_smem) : work;
+    return no_row ? pass_last_tiles(work, n, step, p, wait_for_Q, turns, Q_smem, K_smem, V_smem) : work;
   };
   auto store = [&](const Handed& work) {
     rescale(O_reg, inv_l);                                               // line 12

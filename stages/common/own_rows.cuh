@@ -1,7 +1,6 @@
 // No work for rows behind the last one. Introduced by: forward stage 37, own_rows.
 #pragma once
 #include "own_range.cuh"
-#include "ring.cuh"
 #include "tile_order.cuh"
 
 // The last tile of Q may end before a warpgroup's rows. (If it may with tiles of 128 rows, with other masks,
@@ -14,23 +13,20 @@ __device__ __forceinline__ int draw_ticket(int n, int all, void* asked_for) {
   return all > gridDim.x ? gridDim.x + atomicAdd(static_cast<int*>(asked_for), 1) : all;
 }
 
-// What came with the n-th tile of Q, when that is there; the same in all lanes
-template <int buffers, int rows>
-__device__ __forceinline__ Handed wait_for_tile(const Ring<buffers, rows>& Q_smem, const Handed* handed,
-                                                unsigned n) {
-  Q_smem.wait_until_full(n);
-  const Handed work = threadIdx.x % 32 == 0 ? handed[n % buffers] : Handed{};
+// What the producer hands over, the same in all lanes
+__device__ __forceinline__ Handed of_lane_0(const Handed& handed) {
+  const Handed work = threadIdx.x % 32 == 0 ? handed : Handed{};
   return {{of_lane_0(work.tile), of_lane_0(work.bh)}, of_lane_0(work.b), of_lane_0(work.h)};
 }
 
 // A warpgroup without a row in last tiles passes by this one, if it is one, and those that follow: n-th, from
 // `step` on. Returns the next one that has rows for it, or what says that there is none.
-template <class Queries, class Keys, class Values, class Whose>
+template <class Wait, class Whose, class Queries, class Keys, class Values>
 __device__ __forceinline__ Handed pass_last_tiles(Handed work, unsigned& n, unsigned& step,
-                                                  const FwdParams& p, const Handed* handed,
+                                                  const FwdParams& p, const Wait& wait_for_Q,
                                                   const Whose& turns, const Queries& Q_smem,
                                                   const Keys& K_smem, const Values& V_smem) {
-  for (; work.tile == 0; work = wait_for_tile(Q_smem, handed, ++n)) {
+  for (; work.tile == 0; work = wait_for_Q(++n)) {
     const int i = ceil_div(p.N_q, BLOCK_R) - 1;
     const unsigned end = step + max(Mask(p, work.b, work.h).key_tiles(i).end, 1);
     pass_by(turns, K_smem, V_smem, step, end);
