@@ -43,8 +43,8 @@
 //
 // Causal calls take it, too, if they need not be deterministic, where it is faster: at d=128 with grouped
 // heads (4 or 8 of 16 or 32) 0.91 to 1.00 of augmented's time, with 16 heads and N=777 0.85; at d=64 with 12
-// heads, N=1024 and B=8 0.94; small ones 0.95 to 1.03 of hopper_tuned's. Not with one key head (1.04 to 1.25;
-// more were together then) or 15 (1.07): these have no pair. And calls take it that must be deterministic.
+// heads, N=1024 and B=8 0.94; small ones 0.95 to 1.03 of hopper_tuned's. Not with one key head (0.98 to
+// 1.13) or an odd number (1.04, 1.08): these have no pair. And calls take it that must be deterministic.
 //
 // HBM traffic without caches (hbm, above): as in augmented, but there are no zeros, and of the first sum of a
 // tile nothing is read.
