@@ -547,7 +547,7 @@ def test_columns_of_S_of_a_cluster(device):
 
 
 def columns_of_S(stage: str, N: int, d: int = 64, **options) -> int:
-    """Columns of 64 rows that are multiplied; fewer than d."""
+    """Columns of 64 rows that are multiplied. (64 + Bc is not d, by which P V is told apart.)"""
     q = torch.randn(1, 1, N, d, generator=torch.Generator().manual_seed(0)).bfloat16()
     with flash.inspect(Q=q) as report:
         flash.attention(q, q, q, stage=stage, **options)
@@ -709,6 +709,18 @@ def test_short_tiles_come_last(device, schedule, turn, d, Br, Bc, N_q, N_k):
         o, lse = flash.attention(q, k, v, causal=True, stage="short_last", return_lse=True, Br=Br, Bc=Bc)
     check(o, lse, q, k, v, N_k - N_q)
     assert not (report and report.findings), report
+
+
+@simulator_only
+def test_tickets_are_for_unequal_tiles(device):
+    """Without a mask each block of own_rows knows its tiles: no kernel clears a counter, and none counts."""
+    q = torch.randn(1, 5, 128, 64, dtype=torch.float16)
+    for causal in (True, False):
+        with flash.inspect() as report:
+            flash.attention(q, q, q, causal=causal, stage="own_rows", Br=64)
+        kernels = {access.kernel for access in report.accesses}
+        counting = [access for access in report.accesses if access.kind == "atomic"]
+        assert (kernels == {"clear_kernel", "forward_kernel"}) == causal == bool(counting)
 
 
 @with_two_schedules("turn, d, Bc, N_q, N_k", [

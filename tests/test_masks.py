@@ -201,23 +201,23 @@ def type_of(stage):
 SIZES = 2, 4, 2, 75, 101, 40
 
 
-# What two of the other ends take in the simulator, and the rest half of, or a third in the forward pass: each
-# mask is a build of the stage
+# What three of the other ends take in the simulator, and the rest half of, or a third in the forward pass:
+# each mask is a build of the stage
 SOME = ("causal_diagonal", "block_causal", "additive", "relative_bias", "window_and_padding",
         "causal_and_document", "softcap_and_causal_and_alibi")
-TWO = ("fwd ampere_tuned", "bwd hopper_tuned")
+THREE = ("fwd ampere_tuned", "fwd own_rows", "bwd hopper_tuned")
 ALL_MASKS = ("fwd flash2", "bwd ampere_tuned")
 # Of these, what a stage that packs heads takes none of, and what it does instead
 BY_HEAD = ("additive", "relative_bias", "softcap_and_causal_and_alibi")
 
 
 def some_of(stage) -> list[str]:
-    """What it takes in the simulator: of the forward pass hopper_tuned what short_last does not."""
+    """What it takes in the simulator."""
     if stage.refuses:
         return ["softcap", *(name for name in SOME if name not in BY_HEAD)]
     if f"{stage.direction} {stage.name}" in ALL_MASKS:
         return NAMES
-    if f"{stage.direction} {stage.name}" in TWO:
+    if f"{stage.direction} {stage.name}" in THREE:
         return list(SOME)
     by_turns = 3 if stage.direction == "fwd" else 2
     return list(SOME[stage.number % by_turns::by_turns])
