@@ -426,6 +426,16 @@ def test_the_default_with_a_window(monkeypatch, d, any_mask, expected, mask, has
     assert tiles == expected or not has_window
 
 
+@pytest.mark.parametrize("d, heads, N, expected", [
+    (64, 32, 1024, (128, 128)), (64, 256, 1024, (192, 128)), (128, 64, 8192, (128, 128)),
+    (128, 64, 16384, (192, 80)), (256, 64, 16384, (128, 80)), (256, 8, 1024, (64, 80))])
+def test_tiles_by_length(d, heads, N, expected):
+    """Of what most calls on Hopper take: those that were the fastest there (headers)."""
+    stage = next(stage for stage in flash.stages("fwd") if stage.name == "own_rows")
+    tiles = stage.tiles(d, 227 * 1024, heads * N, True, keys=N)
+    assert (tiles["Br"], tiles["Bc"]) == expected
+
+
 @pytest.mark.parametrize("d, causal, forward, backward", [
     (64, False, {"own_rows", "stream_k"}, {"hopper_tuned", "augmented"}),
     (64, True, {"own_rows"}, {"hopper_tuned", "augmented", "first_stores"}),

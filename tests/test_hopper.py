@@ -747,6 +747,14 @@ def test_rows_that_end_before_a_warpgroup(device, schedule, turn, d, Bc, N_q, N_
     assert not (report and report.findings), report
 
 
+def test_rows_that_end_after_another_tile(device):
+    """L2 holds K and V of four heads of eight: a block has a short tile of these, and then the last one of
+    another head, of which two warpgroups have no row. They finish the short one before they pass by."""
+    q, k, v = random_qkv(1 if device == "cpu" else 20, 8, 8, 200, 15700, 64, device, torch.bfloat16)
+    o, lse = flash.attention(q, k, v, causal=True, stage="own_rows", return_lse=True, Br=192, Bc=128)
+    check(o, lse, q, k, v, 15500)
+
+
 EQUAL_TILES = [  # d, Br, Bc, N_q, N_k
     (64, 192, 128, 250, 700), (64, 64, 64, 130, 500), (128, 128, 128, 200, 513), (128, 192, 80, 250, 333),
     (256, 128, 80, 200, 300), (136, 64, 80, 70, 170)]

@@ -1,4 +1,4 @@
-// No work for rows behind the last one. Introduced by: forward stage 37, own_rows.
+// Nothing in vain: tickets, and rows behind the last one. Introduced by: forward stage 37, own_rows.
 #pragma once
 #include "own_range.cuh"
 #include "tile_order.cuh"
@@ -7,7 +7,7 @@
 // or with what short_tiles_last leaves out, ptxas serialises the products: C7511.)
 constexpr bool rows_may_end = short_tiles_last && BLOCK_R > 128;
 
-// The tile of Q after this block's n-th, of so many: by the producer
+// By the producer, which has asked for its n-th tile of Q: the number of the next one, of `all`
 __device__ __forceinline__ int draw_ticket(int n, int all, void* asked_for) {
   if (n == 0) wait_for_previous_kernel();   // clear_kernel
   return all > gridDim.x ? gridDim.x + atomicAdd(static_cast<int*>(asked_for), 1) : all;
