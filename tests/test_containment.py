@@ -193,6 +193,21 @@ def test_ctrl_c(start, number, side):
     assert out == "alive\n" and status == 0, out + errors
 
 
+@pytest.mark.parametrize("side", ["kernel", "launch()"])
+def test_signals_that_come_faster_than_handlers_end(start, side):
+    """As on a machine so busy that a tick finds the handler of the one before still at work, again and again."""
+    case = start(SIDES[side] + 30)
+    assert case.out.readline() == "started\n"
+    time.sleep(0.3)
+    os.kill(case.pid, signal.SIGINT)
+    end = time.monotonic() + 0.05
+    while time.monotonic() < end:
+        with contextlib.suppress(ProcessLookupError):          # it may be at its end by now
+            os.kill(case.pid, signal.SIGURG)
+    status, out, errors = case.rest(60)
+    assert out == "KeyboardInterrupt\nalive\n" and status == 0, (status, out, errors)
+
+
 @pytest.mark.parametrize("number, side", cases(ENDLESS))
 def test_the_time_limit(start, number, side):
     """With the line that it was at."""

@@ -113,6 +113,7 @@ void abandon_block(const std::string& report) {
   Worker& w = *worker;
   if (w.error.empty()) w.error = report;
   w.current = nullptr;
+  admit_interruptions();
   void* never_resumed;
   sim_switch(&never_resumed, w.scheduler_stack_pointer);
   __builtin_unreachable();

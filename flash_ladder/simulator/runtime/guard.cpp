@@ -10,10 +10,12 @@ namespace sim {
 SIM_THREAD_LOCAL HostCall* host_call;
 
 void leave_host_call(const std::string& error) {
-  host_call->error = error;
-  siglongjmp(host_call->back, 1);
+  HostCall& call = *host_call;
+  call.error = error;
+  host_call = nullptr;
+  admit_interruptions();
+  siglongjmp(call.back, 1);
 }
-
 
 // Null, or what went wrong. What the code has allocated, or locked, stays so.
 template <class F>

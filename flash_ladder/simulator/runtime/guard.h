@@ -25,11 +25,13 @@ struct RunningThread {
   double deadline = 0;                   // by the monotonic clock; 0: none
   volatile bool overdue = false;
   int ticks_in_the_system = 0;           // in a row
+  double in_the_system_since;
   const pthread_t thread;
   RunningThread* const outer;            // host code that launches has one already
+  sigset_t mask;                         // of signals that are blocked
 
  private:
-  // For several at a time: a tick may come while the handler is at work on the one before. Not set to 0
+  // For several at a time: a fault in the handler, an interruption while it is left. Not set to 0
   static constexpr size_t SIGNAL_STACK_BYTES = 256 * KB;
   const std::unique_ptr<char[]> signal_stack{new char[SIGNAL_STACK_BYTES]};
   stack_t before{};
@@ -46,6 +48,7 @@ extern SIM_THREAD_LOCAL HostCall* host_call;               // this OS thread's
 
 extern std::mutex launch_mutex;            // of launch.cpp
 
+void admit_interruptions();                // as before the stage ran; none of its code is under way any more
 void make_room();                          // for a message, where memory has run out
 std::optional<double> seconds_allowed();   // FLASH_SIM_SECONDS; 0: no limit; nothing: it makes no sense
 

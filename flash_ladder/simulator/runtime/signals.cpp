@@ -139,6 +139,9 @@ static const void* place_in_stage(const void* pc, const char* stack) {
   return pc;
 }
 
+// A handler that abandons what it hit does not return, and leaves interruptions blocked.
+void admit_interruptions() { pthread_sigmask(SIG_SETMASK, &this_thread->mask, nullptr); }
+
 [[noreturn]] static void abandon(const void* pc, const std::string& what) {
   if (worker && worker->current) abandon_block(describe(*worker) + source_line(pc) + ": " + what);
   leave_host_call(source_line(pc) + ": " + what);
@@ -151,8 +154,10 @@ static bool waits_in_the_system(const void* pc) {
 #else
   const bool called = !memcmp(static_cast<const char*>(pc) - 4, "\x01\x00\x00\xd4", 4);   // svc #0
 #endif
-  this_thread->ticks_in_the_system = called ? this_thread->ticks_in_the_system + 1 : 0;
-  return this_thread->ticks_in_the_system * TICK_MS > 200;
+  RunningThread& t = *this_thread;
+  t.ticks_in_the_system = called ? t.ticks_in_the_system + 1 : 0;
+  if (t.ticks_in_the_system == 1) t.in_the_system_since = now();
+  return t.ticks_in_the_system * TICK_MS > 200 && now() - t.in_the_system_since > 0.2;
 }
 
 // -------------------------------------------------------------------------------- the handler
@@ -285,6 +290,9 @@ Guard::Guard() {
   start_ticker();
   struct sigaction action{};
   action.sa_sigaction = on_signal;
+  sigemptyset(&action.sa_mask);                // interruptions wait for the end of a handler: however fast
+  sigaddset(&action.sa_mask, SIGINT);          // they come, its stack has room
+  sigaddset(&action.sa_mask, SIGURG);
   action.sa_flags = SA_SIGINFO | SA_ONSTACK | SA_NODEFER | SA_RESTART;   // NODEFER: left without returning
   for (int i = 0; i < SIGNAL_COUNT; i++) sigaction(SIGNALS[i], &action, &previous[i]);
   getrlimit(RLIMIT_AS, &memory_limit);
@@ -311,12 +319,13 @@ RunningThread::RunningThread(double seconds) : seconds(seconds), thread(pthread_
   s.ss_sp = signal_stack.get();
   s.ss_size = SIGNAL_STACK_BYTES;
   sigaltstack(&s, &before);
+  pthread_sigmask(SIG_SETMASK, nullptr, &mask);
   this_thread = this;
   std::lock_guard<std::mutex> lock(mutex);
   if (seconds > 0) deadline = now() + seconds;
   if (outer) outer->deadline = 0;
   running.push_back(this);
-  if (deadline) [[maybe_unused]] const ssize_t written = write(wake_ticker[1], "", 1);
+  if (deadline || stop_requested) [[maybe_unused]] const ssize_t written = write(wake_ticker[1], "", 1);
 }
 
 RunningThread::~RunningThread() {
