@@ -12,7 +12,15 @@ from pathlib import Path
 import torch
 
 from .ahead import build_variants
-from .checks import as_bool, as_scale, check_dimensions, check_memory, check_tangent, check_tensors
+from .checks import (
+    MAX_HEAD_DIM,
+    as_bool,
+    as_scale,
+    check_dimensions,
+    check_memory,
+    check_tangent,
+    check_tensors,
+)
 from .extras import Extras, as_float, as_probability, check_sink, draw_seed
 from .inspection import current_report
 from .launch import explain_loss, stage_files
@@ -30,7 +38,6 @@ from .plan import (
     keep,
     mask_file,
     mask_tensors,
-    names_of_mask,
     plan_for,
 )
 from .stage import Stage
@@ -68,7 +75,8 @@ def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool
             by 1 / (1 - dropout_p). Which ones is drawn by torch's generator of the device. L knows nothing of
             it.
         sink: (H,), a logit a head: e^sink is added to the denominator of each row, with no key and no value
-            (Agarwal et al., gpt-oss, arXiv 2508.10925, section 2.2). Differentiable.
+            (Agarwal et al., gpt-oss, arXiv 2508.10925, section 2.2); of at most 2e38 in size, or -inf for
+            none. Differentiable.
         tiles: Br and Bc, the rows of a tile of q, and of k and v; Br_bwd and Bc_bwd, those of the backward
             stage. Default: as the stage's header says, or smaller where the device has too little shared
             memory for that.
@@ -121,7 +129,7 @@ def attend(q, k, v, flag: str, causal: bool, mask: Mask | None, scale: float | N
                sequences)
     call = _calls.get(key) if key else None
     try:
-        if call and call.is_current():
+        if call and call.is_current() and _have_memory(mask, sink, sequences):
             if call.dtype and q.data_ptr() and k.data_ptr() and v.data_ptr():
                 q, k, v = q.to(call.dtype), k.to(call.dtype), v.to(call.dtype)
             of_mask = mask.bind(q, k).tensors if mask else ()
@@ -175,7 +183,8 @@ def _key(q, k, v, flag, causal, mask, scale, stage, backward, deterministic, til
                 return None
             key += sequences[0].shape
         if dropout_p or sink is not None:
-            key += (dropout_p, sink is not None and (sink.shape, sink.dtype, sink.device, sink.requires_grad))
+            key += (dropout_p, sink is not None and (sink.shape, sink.stride(), sink.dtype, sink.device,
+                                                     sink.requires_grad))
         if tiles:
             if any(isinstance(size, torch.Tensor) for size in tiles.values()):  # it may change
                 return None
@@ -184,6 +193,20 @@ def _key(q, k, v, flag, causal, mask, scale, stage, backward, deterministic, til
     except (AttributeError, RuntimeError, TypeError):  # of what is no tensor, or has no strides
         return None
     return key
+
+
+def _tensors_beside(mask: Mask | None, sink, sequences: tuple) -> dict[str, torch.Tensor]:
+    """Those of a call beside q, k and v, by the names that messages have for them."""
+    named = {f"mask: {each.name}": each.tensor for each in mask.arguments} if mask else {}
+    others = zip(("sink", "cu_seqlens_q", "cu_seqlens_k"), (sink, *sequences))
+    return named | {name: x for name, x in others if x is not None}
+
+
+def _have_memory(mask: Mask | None, sink, sequences: tuple) -> bool:
+    """Whether those have memory, if there are any. (q, k and v: attend() looks at their addresses anyway.)"""
+    if mask is None and sink is None and sequences[0] is None:
+        return True
+    return all(x.data_ptr() for x in _tensors_beside(mask, sink, sequences).values())
 
 
 @dataclass(frozen=True)
@@ -227,20 +250,17 @@ def checked(q, k, v, flag, causal, mask, scale, stage, backward, deterministic, 
     check_memory({name: x for name, x in zip(names, (q, k, v), strict=True) if is_plain(x)})
     q, k, v = autocast(q, k, v, stage, backward)
     check_tensors(q, k, v, names, traced=operator)
+    check_sink(sink, q)
+    named = _tensors_beside(mask, sink, sequences)
+    check_memory({name: x for name, x in named.items() if is_plain(x)})   # before a conversion reads it
     visible = _visible(q, k, flag, causal, mask)
     if deterministic is not None:
         deterministic = as_bool("deterministic", deterministic)
     forward_tiles, backward_tiles = _split(tiles)
     scale = as_scale(scale, q.shape[3])
-    of_mask = mask_tensors(visible)
     dropout_p = as_probability(dropout_p)
-    check_sink(sink, q)
     sink = as_float(sink)
-    operator |= has_dispatch(*of_mask, *(x for x in (sink, *sequences) if x is not None))
-    named = {f"mask: {name}": x for name, x in zip(names_of_mask(visible), of_mask)}
-    if sink is not None:
-        named["sink"] = sink
-    check_memory({name: x for name, x in named.items() if is_plain(x)})
+    operator |= has_dispatch(*named.values())
     for name, x in named.items():
         check_tangent(name, x)
     extras = Extras(dropout_p, None, sink, *sequences)
@@ -318,8 +338,10 @@ def _traced(q, k, v, flag, causal, mask, scale, stage, backward, deterministic, 
     check_sink(sink, q)
     extras = Extras(dropout_p, draw_seed(dropout_p, q.device), as_float(sink), *sequences)
     columns = v.shape[3]
-    if columns < q.shape[3] and not _take_d_v(q.device.type, q.dtype, q.shape[3], as_text(stage),
-                                              as_text(backward), deterministic):
+    # d as a constant: a symbol is none, and int() leaves it one
+    d = next((d for d in range(8, MAX_HEAD_DIM + 1, 8) if q.shape[3] == d), MAX_HEAD_DIM)
+    if columns < q.shape[3] and not _take_d_v(q.device.type, q.dtype, d, as_text(stage), as_text(backward),
+                                              deterministic):
         v = torch.nn.functional.pad(v, (0, q.shape[3] - columns))
     o, lse = torch.ops.flash.forward(
         q, k, v, *as_arguments(visible, extras), scale, as_text(stage), as_text(backward), deterministic,

@@ -37,6 +37,13 @@ def check_kind(name: str, x: torch.Tensor) -> None:
                          "length (torch.nested.to_padded_tensor), or call once for each")
 
 
+def check_dense(name: str, x: torch.Tensor) -> None:
+    """Raise ValueError for a tensor without a shape, or of another layout."""
+    check_kind(name, x)
+    if x.layout != torch.strided:
+        raise ValueError(f"{name} has layout {x.layout}: make it dense with .to_dense()")
+
+
 def check_tensors(q, k, v, names: tuple[str, str, str] = ("q", "k", "v"), traced: bool = False) -> None:
     """Raise ValueError for tensors that no stage can take. traced: they have no memory, and need none, and
     their sizes may be symbols."""
@@ -49,8 +56,7 @@ def check_tensors(q, k, v, names: tuple[str, str, str] = ("q", "k", "v"), traced
         if x.device.type not in ("cpu", "cuda"):
             raise ValueError(f"{name} is on {x.device}; stages run on CUDA and CPU tensors: "
                              "move it with .to()")
-        if x.layout != torch.strided:
-            raise ValueError(f"{name} has layout {x.layout}: make it dense with .to_dense()")
+        check_dense(name, x)
         if x.dtype != q.dtype:
             raise ValueError(f"{name} has type {x.dtype}, {names[0]} {q.dtype}: make them the same")
         if x.device != q.device:
@@ -135,6 +141,23 @@ def as_scale(scale: float | None, d: int) -> float:
 
 def aligned(x: torch.Tensor) -> torch.Tensor:
     """Autograd's tensors come with any strides, such as 0 from a sum: a copy, where a stage needs others."""
-    if x.stride(3) == 1 and x.data_ptr() % 16 == 0 and rows_fit(x) and not x.is_neg():
+    at = _address(x)
+    if at and x.stride(3) == 1 and at % 16 == 0 and rows_fit(x) and not x.is_neg():
         return x
-    return x.clone(memory_format=torch.contiguous_format).resolve_neg()
+    return materialized(x.clone(memory_format=torch.contiguous_format))
+
+
+def materialized(x: torch.Tensor) -> torch.Tensor:
+    """With its elements in memory as they are: no bit that negates them, nor one that says that all are 0."""
+    if _address(x):
+        return x.resolve_neg()
+    return torch.zeros(x.shape, dtype=x.dtype, device=x.device) if x._is_zerotensor() else x
+
+
+def _address(gradient: torch.Tensor) -> int:
+    try:
+        return gradient.data_ptr()
+    except RuntimeError:
+        raise RuntimeError("flash.attention() takes one gradient of o and of L at a time, not a batch of "
+                           "them (is_grads_batched, vectorize=True): call torch.autograd.grad for each"
+                           ) from None

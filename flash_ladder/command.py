@@ -17,11 +17,12 @@ import argparse
 import contextlib
 import difflib
 import functools
+import os
 import re
 import sys
 import textwrap
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -57,6 +58,9 @@ def main(argv: list[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("Interrupted.", file=sys.stderr)
         return 130
+    except BrokenPipeError:                 # `| head` has read enough; Python's own end must not write more
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
 
 
 def parser() -> argparse.ArgumentParser:
@@ -305,6 +309,9 @@ def calls(stage: Stage, device: str) -> Iterator[Call]:
 
 def check_file(args: argparse.Namespace) -> int:
     """Run the grid over a file, and the checker over one case."""
+    if not args.file.exists() and any(stage.name == str(args.file) for stage in registry.stages()):
+        raise ValueError(f"check: {args.file} is a stage of the ladder, which `make test` checks; for a copy "
+                         f"of it: new mine --after {args.file}, then check mine.cuh")
     stage = registry.read_stage(args.file, "bwd" if args.bwd else "fwd")
     console = Console(soft_wrap=True, highlight=False)
     devices = [device for device in ("cpu", "cuda") if device == "cpu" or torch.cuda.is_available()]
@@ -325,7 +332,8 @@ def check_file(args: argparse.Namespace) -> int:
         task = bar.add_task(stage.name, total=len(todo) + bool(inspecting))
         for one, run in todo.items():
             if problem := tried(run):
-                return failed(console, stage, problem, one)
+                again = functools.partial(watched, replace(one, device="cpu"), notes)
+                return failed(console, stage, problem, one, tried(again) if inspecting else "")
             bar.advance(task)
         if inspecting and (problem := tried(functools.partial(watched, call, notes))):
             return failed(console, stage, problem, call)
@@ -354,8 +362,11 @@ def watched(call: Call, notes: list[str]) -> str:
     return "\n".join(map(str, report.findings)) or problem
 
 
-def failed(console: Console, stage: Stage, problem: str, call: Call) -> int:
+def failed(console: Console, stage: Stage, problem: str, call: Call, seen: str = "") -> int:
+    """seen: what came of the same call under the checker, in the simulator."""
     console.print(f"[bold red]failed[/]: {escape(problem)}\nin the call {call}")
+    if seen and seen != problem:
+        console.print(f"The checker, in this call: {escape(seen)}")
     return 1
 
 

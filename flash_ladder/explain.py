@@ -41,7 +41,8 @@ class Choice:
         flops: of the products, over the pairs of a query and a key that it sees.
         of_mask: how many tiles a mask skips, cuts and leaves whole, and which scores count; None: there is no
             mask but `causal`, or the call is too large to ask for each score. Then flops has all pairs.
-        hbm_bytes: read and written without a mask, if nothing is cached; None: the header does not say.
+        hbm_bytes: read and written without a mask, if nothing is cached; None: the header does not say, as of
+            a v with other columns than d.
         kernels: as compiled for `architecture`; empty: see `problem`.
         files: that are compiled.
     """
@@ -203,5 +204,6 @@ def _choice(call: Checked, direction: str, asked, stage: Stage, tiles: dict[str,
                         needs_of(extras, by_head=by_head(call.visible))), tiles, why_tiles,
         stage.shared_bytes(d, tiles), plan.workspace_bytes,
         flops, of_mask,
-        stage.hbm_bytes(B, H, N_q, N_k, d, H_kv=H_kv, **tiles), architecture, tuple(kernels), problem,
+        stage.hbm_bytes(B, H, N_q, N_k, d, H_kv=H_kv, **tiles) if v.shape[3] == d else None,
+        architecture, tuple(kernels), problem,
         tuple(source_files(ROOT / f"flash_{direction}.cu", stage.path, *[mask] if mask else [])))

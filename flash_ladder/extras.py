@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 import torch
 
+from .checks import check_kind
 from .registry import stages
 from .stage import Stage
 from .values import shown
@@ -70,10 +71,10 @@ def check_sink(sink, q: torch.Tensor) -> None:
         return
     if not isinstance(sink, torch.Tensor):
         raise ValueError(f"sink must be a tensor (H,), not {type(sink).__name__}")
-    if sink.is_nested or sink.shape != q.shape[1:2] or not sink.dtype.is_floating_point:
-        of_shape = "" if sink.is_nested else f" of shape {tuple(sink.shape)}"
+    check_kind("sink", sink)
+    if sink.shape != q.shape[1:2] or not sink.dtype.is_floating_point:
         raise ValueError(f"sink must be floats of shape ({q.shape[1]},), a logit a head of q, not "
-                         f"{sink.dtype}{of_shape}")
+                         f"{sink.dtype} of shape {tuple(sink.shape)}")
     if sink.layout != torch.strided or sink.device != q.device:
         raise ValueError(f"sink is on {sink.device}, with layout {sink.layout}; it must be dense, and on "
                          f"{q.device}")

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 
 from .bound import Bound
-from .checks import as_bool, as_scale, check_kind, check_tensors, rows_fit
+from .checks import as_bool, as_scale, check_dense, check_kind, check_memory, check_tensors, rows_fit
 from .extras import Cache, Extras, as_float, check_sink
 from .inspection import current_report
 from .launch import explain_loss
@@ -124,7 +124,8 @@ def _find(q, k_cache, v_cache, k, v, cache_seqlens, block_table, causal, mask, s
     try:
         if (not is_plain(q, k_cache, v_cache, *others) or current_report() or q.is_neg() or k_cache.is_neg()
                 or v_cache.is_neg() or torch.is_grad_enabled() and any(
-                    x.requires_grad for x in (q, k_cache, v_cache, *others))):
+                    x.requires_grad for x in (q, k_cache, v_cache, *others))
+                or not all(x.data_ptr() for x in others)):
             return None, None
         numbers = causal, scale, num_splits, *tiles.values()
         if any(isinstance(x, torch.Tensor) for x in numbers):                    # they may change
@@ -184,12 +185,20 @@ def _check(q, k_cache, v_cache, k, v, cache_seqlens, block_table, causal, mask, 
     if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
         raise ValueError("attention_kvcache() has no gradient, and a tensor requires one: call it under "
                          "torch.no_grad(), or attention() without a cache")
+    check_sink(sink, queries)
+    for name, x in (("k", k), ("v", v), ("cache_seqlens", cache_seqlens), ("block_table", block_table)):
+        if isinstance(x, torch.Tensor):
+            check_dense(name, x)
+    beside = {"k": k, "v": v, "cache_seqlens": cache_seqlens, "block_table": block_table, "sink": sink}
+    if isinstance(mask, Mask):
+        beside |= {f"mask: {each.name}": each.tensor for each in mask.arguments}
+    if not traced:
+        check_memory({name: x for name, x in beside.items() if isinstance(x, torch.Tensor) and is_plain(x)})
     N_new = _check_new(q, k_cache, v_cache, k, v)
     before = _lengths(cache_seqlens, q, N_max, N_new)
     if not traced and q.device.type == "cpu":
         _check_numbers(before, block_table, N_max, N_new, k_cache)
     visible = _visible(queries, keys, as_bool("causal", causal), mask, N_max)
-    check_sink(sink, queries)
     splits = as_integer(num_splits)
     if splits is None or not 0 <= splits <= MOST_SPLITS:
         raise ValueError(f"num_splits must be an integer from 0 to {MOST_SPLITS}, not {shown(num_splits)}")

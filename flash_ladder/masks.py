@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from .bound import Bound
+from .inspection import has_memory
 from .simulator.guards import once
 from .values import as_integer, shown
 
@@ -106,8 +107,10 @@ class Mask:
                 raise ValueError(f"{name} must be an integer of at least 1, not {shown(size)}")
         device = next((each.tensor.device for each in self.arguments if not each.number), torch.device("cpu"))
         B, H = (max([1, *(each.tensor.shape[n] for each in self.arguments)]) for n in (0, 1))
-        q, k = (torch.empty(B, H, N, 0, device=device) for N in (N_q, N_q if N_k is None else N_k))
-        return tiles_of(self.bind(q, k), q.shape[2], k.shape[2], Br, Bc, device)
+        q, k = (torch.empty(B, H, N, 0, dtype=torch.float32, device=device)
+                for N in (N_q, N_q if N_k is None else N_k))
+        with torch.no_grad():
+            return tiles_of(self.bind(q, k), q.shape[2], k.shape[2], Br, Bc, device)
 
     def show(self, N_q: int, N_k: int | None = None, Br: int = 64, Bc: int = 64, *, b: int = 0,
              h: int = 0) -> Figure:
@@ -125,7 +128,8 @@ class Mask:
         tensors = []
         for name, x, extents, gradient, number in self.arguments:
             for size, extent in zip(x.shape, extents, strict=True):
-                if extent != "*" and size not in (1, sizes.get(extent, 1)):
+                # No `in`: of a size that is a symbol, torch.compile takes it for false
+                if extent != "*" and size != 1 and size != sizes.get(extent, 1):
                     wanted = ", ".join(str(sizes.get(e, e)) for e in extents)
                     raise ValueError(f"mask: {name} has shape {tuple(x.shape)}, as (B, H, rows, columns); "
                                      f"for these q and k it must be ({wanted}), or 1 in any of them")
@@ -191,8 +195,11 @@ def _view(name: str, x: torch.Tensor, dims: str, dtype: torch.dtype | None = Non
         raise ValueError(f"mask: {name} has {x.dim()} dimensions, shape {tuple(x.shape)}; at most "
                          f"{len(dims)} are possible")
     if dtype is not None:
-        if x.dtype.is_floating_point != dtype.is_floating_point or x.dtype == torch.bool != dtype:
+        if (x.dtype.is_floating_point != dtype.is_floating_point or x.dtype == torch.bool != dtype
+                or x.dtype.is_complex):
             raise ValueError(f"mask: {name} has type {x.dtype}: pass {dtype}")
+        if dtype == torch.int32:
+            _check_range(name, x)
         x = x.to(dtype)
     there = dims[len(dims) - x.dim():]
     for axis, dim in enumerate("BHqk"):
@@ -202,6 +209,18 @@ def _view(name: str, x: torch.Tensor, dims: str, dtype: torch.dtype | None = Non
         return x
     x = x.resolve_neg()
     return x if x.requires_grad else once(x)   # of a tensor that is expanded, each element has a gradient
+
+
+def _check_range(name: str, x: torch.Tensor) -> None:
+    """Raise ValueError for integers that int32 does not hold. On a GPU nobody waits for them."""
+    if x.dtype.itemsize < 4 or x.dtype == torch.int32 or x.device.type != "cpu" or not x.numel():
+        return
+    if torch.compiler.is_compiling() or not has_memory(x):
+        return
+    least, most = x.min().item(), x.max().item()
+    if not -(1 << 31) <= least <= most < 1 << 31:
+        raise ValueError(f"mask: {name} has numbers from {least} to {most}; kernels read int32: number them "
+                         "anew (torch.unique(..., return_inverse=True))")
 
 
 def _integer(name: str, n) -> int:
@@ -316,8 +335,8 @@ def alibi(slopes: torch.Tensor) -> Mask:
 
 def softcap(cap: float) -> Mask:
     """A score x becomes cap * tanh(x / cap). (Gemma 2, arXiv 2408.00118, section 2.)"""
-    if isinstance(cap, bool) or not isinstance(cap, (int, float)) or not 1e-37 <= cap < float("inf"):
-        raise ValueError(f"mask: cap must be a number of 1e-37 or more, not {shown(cap)}")
+    if isinstance(cap, bool) or not isinstance(cap, (int, float)) or not 1e-37 <= cap <= 3e38:
+        raise ValueError(f"mask: cap must be a number from 1e-37 to 3e38, not {shown(cap)}")
     return Mask(_named("softcap"), floats=[float(cap)], scores=True, slopes=True)
 
 
@@ -355,9 +374,9 @@ def from_file(path: str | Path, *tensors: torch.Tensor, ints: Sequence[int] = ()
 def _of_batch(name: str, x: int | torch.Tensor) -> torch.Tensor:
     """int32 (B, 1, 1, 1)"""
     x = _tensor(name, x)
-    if x.dim() > 1 or x.dtype.is_floating_point or x.dtype == torch.bool:
+    if x.dim() > 1 or x.dtype.is_floating_point or x.dtype.is_complex or x.dtype == torch.bool:
         raise ValueError(f"mask: {name} must be ints (B,), not {_said(x)}")
-    return x.to(torch.int32).reshape(-1, 1, 1, 1)
+    return x.clamp(-FAR, FAR).to(torch.int32).reshape(-1, 1, 1, 1)
 
 
 def _ids(queries, keys) -> list[Argument]:

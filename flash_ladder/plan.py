@@ -17,7 +17,7 @@ import torch
 
 from .bound import Bound, fill_mask, gradients_of
 from .bound import strides_of as mask_strides_of
-from .checks import aligned, as_scale
+from .checks import aligned, as_scale, materialized
 from .devices import multiprocessors, shared_memory_per_block
 from .extras import NO_EXTRAS, Cache, Extras, check_takes, needs_of
 from .flops import flops_of_pair, visible_pairs
@@ -368,7 +368,7 @@ def backward(q, k, v, o, lse, do, dlse, visible: Visible, scale: float | None, s
         return (*(x.to(q.dtype) for x in gradients[:3]),
                 *(x if x is None or x.dim() == 1 else x.to(q.dtype) for x in gradients[3:]))
     tensors = {"Q": q, "K": k, "V": v, "O": aligned(o), "dO": aligned(do), "L": lse.contiguous(),
-               "dL": None if dlse is None else dlse.contiguous(), **extras.tensors,
+               "dL": None if dlse is None else materialized(dlse.contiguous()), **extras.tensors,
                "dQ": empty_like(q), "dK": empty_like(k), "dV": empty_like(v),
                "dsink": None if extras.sink is None else torch.empty_like(lse.contiguous())}
     of_mask = list(mask_tensors(visible))

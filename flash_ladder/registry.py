@@ -144,8 +144,9 @@ def find_stage(stage: str | Path | Stage | None, dtype: torch.dtype, device: tor
     if not (available := stage.available(device, dtype)):
         raise RuntimeError(f"{stage} cannot run on {device}: {available}")
     if wanted and not stage.can_be_deterministic:
-        names = ", ".join(s.name for s in stages(direction) if s.can_be_deterministic) or "none"
-        message = f"{stage} is not deterministic; those of the {ladder} that can be: {names}"
+        names = ", ".join(s.name for s in stages(direction)
+                          if s.can_be_deterministic and dtype in s.dtypes) or "none"
+        message = f"{stage} is not deterministic; those of the {ladder} for {dtype} that can be: {names}"
         if deterministic:
             raise ValueError(message)
         message += ". torch.use_deterministic_algorithms(True) asks for one"

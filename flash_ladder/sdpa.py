@@ -16,7 +16,7 @@ import torch
 
 from .attention import attend, autocast
 from .checks import MAX_HEAD_DIM, check_kind, check_memory, rows_fit
-from .masks import Mask, of_tensor
+from .masks import Mask, causal, of_tensor
 from .operators import is_plain
 from .stage import DTYPES, Stage
 from .values import shown
@@ -73,7 +73,8 @@ def scaled_dot_product_attention(query: torch.Tensor, key: torch.Tensor, value: 
     if attn_mask is not None and is_causal:
         raise RuntimeError("attn_mask and is_causal=True: pass one of them; is_causal is the mask "
                            "torch.ones(N_q, N_k, dtype=torch.bool).tril()")
-    if not torch.compiler.is_compiling() and _fits(query, key, value, enable_gqa):
+    if (not torch.compiler.is_compiling() and _fits(query, key, value, enable_gqa)
+            and (attn_mask is None or query.dtype in TYPES)):
         mask = None
         if attn_mask is not None:
             mask = _mask(attn_mask, query, [*query.shape[:3], key.shape[2]], query.shape[:1])
@@ -196,7 +197,8 @@ def _leading(query, key, value, enable_gqa: bool) -> tuple[list[int], int, int]:
     if any(H % heads if heads else H for heads in (of_key, of_value)):
         raise RuntimeError(f"query has {H} heads, key {of_key} and value {of_value}: with enable_gqa=True, H "
                            "must be a multiple of both")
-    return _broadcast(*(x.shape[:-3] for x in (query, key, value))), H, math.lcm(of_key, of_value)
+    H_kv = of_key if of_key == of_value else math.lcm(of_key, of_value)
+    return _broadcast(*(x.shape[:-3] for x in (query, key, value))), H, H_kv
 
 
 def _broadcast(*shapes: Sequence[int]) -> list[int]:
@@ -205,7 +207,7 @@ def _broadcast(*shapes: Sequence[int]) -> list[int]:
     for axis in range(-max(map(len, shapes)), 0):
         sizes = [shape[axis] for shape in shapes if -axis <= len(shape)]
         size = next((size for size in sizes if size != 1), 1)
-        if any(other not in (1, size) for other in sizes):
+        if any(other != 1 and other != size for other in sizes):   # no `in`: see Mask.bind()
             raise RuntimeError("query, key and value have " + ", ".join(str(tuple(x)) for x in shapes)
                                + " before N and d, which do not broadcast: sizes must be equal, or 1; for "
                                "grouped heads, pass enable_gqa=True")
@@ -217,6 +219,8 @@ def _mask(mask, query, scores: list[int], batch: Sequence[int]) -> Mask:
     """attn_mask, for scores of this shape, the first dimensions of which are the batch's."""
     if not isinstance(mask, torch.Tensor):
         raise TypeError(f"attn_mask must be a torch.Tensor, not {type(mask).__name__}")
+    if type(mask) not in (torch.Tensor, torch.nn.Parameter) and (of_bias := _of_causal_bias(mask, scores)):
+        return of_bias
     if mask.layout != torch.strided:
         raise RuntimeError(f"attn_mask has layout {mask.layout}: make it dense with .to_dense()")
     if mask.device != query.device:
@@ -226,7 +230,7 @@ def _mask(mask, query, scores: list[int], batch: Sequence[int]) -> Mask:
         raise RuntimeError(f"attn_mask has type {mask.dtype}: it must be torch.bool, torch.float32 or "
                            f"query's type, {query.dtype}")
     sizes = scores[len(scores) - mask.dim():]
-    if mask.dim() > len(scores) or any(m not in (1, size) for m, size in zip(mask.shape, sizes)):
+    if mask.dim() > len(scores) or any(m != 1 and m != size for m, size in zip(mask.shape, sizes)):
         raise RuntimeError(f"attn_mask has shape {tuple(mask.shape)}; it must broadcast to {tuple(scores)}, "
                            "the shape of the scores")
     if mask.dim() > 3 and len(batch) > 1:
@@ -235,6 +239,18 @@ def _mask(mask, query, scores: list[int], batch: Sequence[int]) -> Mask:
             mask = mask.expand(*batch, -1, -1, -1)
         mask = mask.flatten(0, -4)
     return of_tensor("attn_mask", mask)
+
+
+def _of_causal_bias(mask: torch.Tensor, scores: list[int]) -> Mask | None:
+    """Of one of torch.nn.attention.bias, which is a tensor whose memory nobody fills; None: it is none."""
+    from torch.nn.attention.bias import CausalBias, CausalVariant
+
+    if not isinstance(mask, CausalBias):
+        return None
+    if [mask.seq_len_q, mask.seq_len_kv] != scores[-2:]:
+        raise RuntimeError(f"attn_mask is {mask.variant.name} of {mask.seq_len_q} queries and "
+                           f"{mask.seq_len_kv} keys; query and key have {scores[-2]} and {scores[-1]}")
+    return causal(0 if mask.variant == CausalVariant.UPPER_LEFT else None)
 
 
 # ------------------------------------------------------------------------------------------ views and copies
@@ -277,7 +293,7 @@ def _of_batch(x: torch.Tensor, batch: list[int], heads: int) -> torch.Tensor:
     """(B, heads, N, d), of x (..., N, d)."""
     batch = batch or [1]
     x = x[(None,) * (len(batch) + 3 - x.dim())]
-    if x.shape[-3] not in (1, heads):
+    if x.shape[-3] != 1 and x.shape[-3] != heads:
         x = x.repeat_interleave(heads // x.shape[-3], -3)
     return x.expand(*batch, heads, -1, -1).flatten(0, -4)
 

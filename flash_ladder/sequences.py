@@ -48,6 +48,7 @@ def check_sequences(cu_seqlens_q: torch.Tensor | None, cu_seqlens_k: torch.Tenso
                                 ("cu_seqlens_k", cu_seqlens_k, k, "k")):
         if not isinstance(starts, torch.Tensor):
             raise ValueError(f"{name} must be a torch.Tensor, not {type(starts).__name__}")
+        check_kind(name, starts)
         if (starts.dtype != torch.int32 or starts.layout != torch.strided or starts.dim() != 1
                 or len(starts) < 2):
             raise ValueError(f"{name} must be a dense torch.int32 of shape (sequences + 1,), not "
@@ -84,13 +85,9 @@ def in_each_sequence(mask: Mask) -> Mask:
     Raises:
         ValueError: for one that has something for single queries or keys, or batch elements.
     """
-    def names(x) -> list[str]:
-        return [x] if isinstance(x, str) else [*([] if x[0] == "And" else ["|"]), *names(x[1]), *names(x[2])]
-
-    refused = [name for name in names(json.loads(mask.text)) if name not in MASKS]
-    if refused:
+    if refused := _refused(mask.text):
         raise ValueError(f"mask: attention_varlen() takes {', '.join(MASKS)} and what they see together (&), "
-                         f"not {refused[0]}: for that, attention(q[None].transpose(1, 2), ...) with "
+                         f"not {refused}: for that, attention(q[None].transpose(1, 2), ...) with "
                          "flash.masks.document(ids) & the mask")
     if any(not isinstance(n, Diagonal) and abs(n) != FAR for n in mask.ints):
         raise ValueError("mask: its `diagonal` would be that of all sequences, whatever their lengths: leave "
@@ -99,3 +96,15 @@ def in_each_sequence(mask: Mask) -> Mask:
         raise ValueError("mask: its tensors must be the same for all sequences: leave out their dimension B")
     ints = [n.offset if isinstance(n, Diagonal) else n for n in mask.ints]
     return Mask(mask.text, mask.arguments, ints, mask.floats, mask.scores, mask.slopes)
+
+
+def _refused(text: str) -> str:
+    """Of a mask's text: the first part that is none of MASKS joined by &, or nothing."""
+    def names(x) -> list[str]:
+        return [x] if isinstance(x, str) else [*([] if x[0] == "And" else ["|"]), *names(x[1]), *names(x[2])]
+
+    return next((name for name in names(json.loads(text)) if name not in MASKS), "")
+
+
+# torch.compile, which does not trace json, need not look into it: see attention.py
+setattr(_refused, "_dynamo_marked_constant", True)  # noqa: B010

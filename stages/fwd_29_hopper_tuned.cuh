@@ -22,9 +22,9 @@
 //     lane asks for the copy (common/store_panels.cuh). Before, a lane stored 4 bytes at a time. The copy
 //     goes on while the warp is at the next tile. With d <= 128 it has a buffer of its own; else Q's, which
 //     is then given back when the copy has read it. So there a tile ends as in persistent.
-//   - With N_k of 8192 or more and d > 64, tiles of 192 rows and 80 keys: a third fewer reads of K and V from
-//     L2. Three buffers of 192 rows do not fit, so a tile ends as with d > 128 (H200, bf16, d=128, N=16384:
-//     763 TFLOP/s full, 756 causal, with 128 x 128 751 and 728; at N=4096 causal 558, with 128 x 128 594).
+//   - With N_k of 8192 or more, 64 < d <= 128, many rows: tiles of 192 x 80. That is a third fewer reads of K
+//     and V from L2. Three buffers of 192 rows do not fit, so a tile ends as with d > 128 (H200, bf16, d=128,
+//     N=16384: 763 TFLOP/s full, 756 causal, with 128 x 128 751 and 728; N=4096 causal 558, with it 594).
 //   - Between a tile's last softmax and the next tile's first product the consumers divided several times, by
 //     numbers that only the call knows, to find out which tile of which head theirs is. The producer has
 //     divided before them: it hands over all of that (Handed, common/order.cuh), not the tile's number. With

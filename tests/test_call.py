@@ -602,3 +602,43 @@ def test_a_damaged_library_is_built_again(tmp_path):
             assert called() == first
             assert len(library.read_bytes()) == len(whole)
         process.stdin.close()
+
+
+def test_a_negative_view_of_a_gradient_of_L():
+    q, k, v = (x.requires_grad_() for x in torch.randn(3, 1, 2, 19, 16))
+    _, lse = flash.attention(q, k, v, return_lse=True, **STAGES)
+    negative = torch._neg_view(torch.randn(1, 2, 19))
+    for x, expected in zip(torch.autograd.grad(lse, (q, k), negative, retain_graph=True),
+                           torch.autograd.grad(lse, (q, k), negative.resolve_neg())):
+        assert torch.equal(x, expected)
+
+
+def test_a_gradient_without_memory():
+    """PyTorch's own for zeros; and a batch of gradients, which is refused."""
+    q, k, v = (x.requires_grad_() for x in torch.randn(3, 1, 2, 19, 16))
+    o, lse = flash.attention(q, k, v, return_lse=True, **STAGES)
+    zeros = torch._efficientzerotensor(o.shape), torch._efficientzerotensor(lse.shape)
+    assert not any(x.any() for x in torch.autograd.grad((o, lse), (q, k, v), zeros, retain_graph=True))
+    for x in (o, lse):
+        with pytest.raises(RuntimeError, match="one gradient of o and of L at a time, not a batch"):
+            torch.autograd.grad(x, q, torch.randn(3, *x.shape), is_grads_batched=True, retain_graph=True)
+
+
+@pytest.mark.parametrize("name", ["sink", "mask: bias"])
+def test_memory_that_has_gone_since_the_call_before(name):
+    """As of a parameter that is sharded: a kernel would read address 0."""
+    q, k, v = torch.randn(3, 1, 2, 19, 16).bfloat16()
+    x = torch.zeros(2) if name == "sink" else torch.zeros(1, 1, 19, 19)
+    beside = {"sink": x} if name == "sink" else {"mask": flash.masks.additive(x)}
+    flash.attention(q, k, v, **beside)
+    x.untyped_storage().resize_(0)
+    for _ in range(2):
+        with pytest.raises(ValueError, match=f"{name} is a Tensor without memory of its own"):
+            flash.attention(q, k, v, **beside)
+
+
+def test_a_sparse_sink_after_a_dense_one():
+    q, k, v = torch.randn(3, 1, 2, 19, 16)
+    flash.attention(q, k, v, sink=torch.zeros(2))
+    with pytest.raises(ValueError, match="sink is on cpu, with layout torch.sparse_coo; it must be dense"):
+        flash.attention(q, k, v, sink=torch.zeros(2).to_sparse())

@@ -1,6 +1,7 @@
 """python flash.py: the ladder as a tree, and a rung of one's own: new, check, diff."""
 
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -179,6 +180,27 @@ def test_check_finds(capsys, folder, small_grid, changes, message):
     own(capsys, "flash2", *changes)
     status, out, _ = run(capsys, "check", "mine.cuh")
     assert status == 1 and out.startswith("failed: ") and re.search(message, out, re.S), out
+
+
+@pytest.mark.skipif(not flash.can_inspect(), reason=str(flash.can_inspect()))
+def test_check_asks_the_checker_about_a_wrong_result(capsys, folder, small_grid):
+    """Where a number alone would say little."""
+    own(capsys, "flash2", ("__syncthreads();                      // nobody reads", "// nobody reads"))
+    status, out, _ = run(capsys, "check", "mine.cuh")
+    assert status == 1 and re.match(r"failed: O: error .*\nin the call .*\nThe checker, in this call: "
+                                    r"race .*mine.cuh:\d+", out, re.S), out
+
+
+def test_check_is_for_files(capsys, folder):
+    status, _, err = run(capsys, "check", "flash2")
+    assert status == 2 and "flash2 is a stage of the ladder" in err and "new mine --after flash2" in err
+
+
+def test_a_pipe_that_is_closed(tmp_path):
+    """As by `| head`: no traceback."""
+    done = subprocess.run(f"{shlex.quote(sys.executable)} flash.py diff hopper_tuned | head -1", shell=True,
+                          cwd=flash.ROOT, capture_output=True, text=True)
+    assert not done.stderr and done.stdout.count("\n") == 1
 
 
 def test_check_finds_wrong_gradients(capsys, folder, small_grid):

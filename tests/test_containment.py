@@ -195,7 +195,7 @@ def test_ctrl_c(start, number, side):
 
 @pytest.mark.parametrize("side", ["kernel", "launch()"])
 def test_signals_that_come_faster_than_handlers_end(start, side):
-    """As on a machine so busy that a tick finds the handler of the one before still at work, again and again."""
+    """As on a machine so busy that each tick finds the handler of the one before still at work."""
     case = start(SIDES[side] + 30)
     assert case.out.readline() == "started\n"
     time.sleep(0.3)

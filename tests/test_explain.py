@@ -97,3 +97,9 @@ def test_occupancy_where_there_is_none():
     assert Kernel("x", 32, 0, 0, 0).occupancy("sm_80", 0) is None
     assert Kernel("x", 32, 0, 0, 128).occupancy("sm_75", 100_000) is None
     assert set(MULTIPROCESSOR) >= {"sm_75", "sm_80", "sm_86", "sm_89", "sm_90a", "sm_100", "sm_120"}
+
+
+def test_hbm_of_fewer_columns_of_v():
+    """The header's formula is of as many as q has."""
+    q = torch.zeros(1, 2, 16, 16)
+    assert flash.explain(q, q, q[..., :8], stage="flash2").forward.hbm_bytes is None

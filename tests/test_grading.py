@@ -777,3 +777,38 @@ def test_markup_in_a_verdict(monkeypatch, capsys, tmp_path):
     assert "[link=x]y[/link] \\x1b[2J [/nothing]" in out and "\x1b[2J" not in out
     run("new", HUNT.number, "--folder", folder)
     assert "[bold]x" in capsys.readouterr().out.replace("\n", "")
+
+
+def test_a_folder_of_ones_own(capsys, tmp_path):
+    """It stays in what the commands say next."""
+    assert run("new", 5, "--folder", tmp_path) == 0
+    assert f"check 5 --folder {tmp_path}" in " ".join(capsys.readouterr().out.split())
+    with pytest.raises(SystemExit):
+        run("check", 6, "--folder", tmp_path)
+    assert f"new 6 --folder {tmp_path}` writes one" in " ".join(capsys.readouterr().err.split())
+
+
+@pytest.mark.parametrize("seconds", ["-3", "0", "nan", "soon"])
+def test_a_time_limit_that_makes_no_sense(capsys, seconds):
+    with pytest.raises(SystemExit):
+        run("check", 5, f"--time-limit={seconds}")
+    assert f"invalid number of seconds above 0 value: '{seconds}'" in capsys.readouterr().err
+
+
+def test_a_row_has_what_its_message_announces():
+    assert cli.first_lines("32 wavefronts, and 4 would do:\n  mine.cuh:7: x = y[8];\nmore") == (
+        "32 wavefronts, and 4 would do: mine.cuh:7: x = y[8];")
+    assert cli.first_lines("O is wrong\nmore") == "O is wrong"
+
+
+def test_a_lesson_of_the_list_begins_with_its_own(capsys):
+    assert run("list", "04") == 0
+    first = next(e.number for e in EXERCISES if e.lesson == "04")
+    assert f"python -m tutorials.exercises new {first}" in " ".join(capsys.readouterr().out.split())
+
+
+def test_how_long_blanks_are():
+    """As TEACHING.md says."""
+    lines = [e.lines for e in EXERCISES if not e.is_hunt]
+    text = (flash.ROOT / "tutorials" / "TEACHING.md").read_text()
+    assert f"A blank has {min(lines)} to {max(lines)} lines" in text

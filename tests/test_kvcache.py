@@ -440,3 +440,19 @@ def test_errors_of_the_bench(arguments, message, capsys):
     with pytest.raises(SystemExit):
         modes.main(arguments)
     assert message in " ".join(capsys.readouterr().err.split())
+
+
+def test_layouts_and_memory_of_what_comes_beside():
+    q, cache, new = (torch.randn(1, N, 2, 16).bfloat16() for N in (1, 8, 1))
+    lengths, sink = torch.tensor([3], dtype=torch.int32), torch.zeros(2)
+    flash.attention_kvcache(q, cache, cache, new, new, cache_seqlens=lengths, sink=sink)
+    right = {"k": new, "v": new, "cache_seqlens": lengths, "sink": sink}
+    for name, other, message in (("k", new.to_sparse(), "k has layout torch.sparse_coo"),
+                                 ("k", torch.nested.nested_tensor([new[0]]), "k is a nested tensor"),
+                                 ("cache_seqlens", lengths.to_sparse(), "cache_seqlens has layout"),
+                                 ("sink", sink.to_sparse(), "sink is on cpu, with layout torch.sparse_coo")):
+        with pytest.raises(ValueError, match=message):
+            flash.attention_kvcache(q, cache, cache, **(right | {name: other}))
+    sink.untyped_storage().resize_(0)
+    with pytest.raises(ValueError, match="sink is a Tensor without memory"):
+        flash.attention_kvcache(q, cache, cache, new, new, cache_seqlens=lengths, sink=sink)

@@ -455,3 +455,28 @@ def test_tiles(name, sizes):
     assert (counts == 24 * rows[:, None])[found.kinds == WHOLE].all()
     assert ((counts == 0) & (found.kinds > SKIPPED)).sum() <= 0.05 * counts.numel()
     assert sum(found.counts.values()) == counts.numel() and str(found.counts["cut"]) in str(found)
+
+
+def test_tiles_do_not_depend_on_the_default_type():
+    bias = torch.tensor([[0.0, -math.inf], [-math.inf, 0.0]], requires_grad=True)
+    expected = torch.eye(2, dtype=torch.bool)
+    before = torch.get_default_dtype()
+    try:
+        for dtype in (torch.float32, torch.float64, torch.bfloat16):
+            torch.set_default_dtype(dtype)
+            for mask in (flash.masks.additive(bias), flash.masks.softcap(2.0) & flash.masks.additive(bias)):
+                assert torch.equal(mask.tiles(2).seen[0, 0], expected)
+    finally:
+        torch.set_default_dtype(before)
+
+
+def test_numbers_that_kernels_do_not_hold():
+    """They have 32 bits. A length counts as one beyond all keys."""
+    with pytest.raises(ValueError, match="queries has numbers from 5 to 4294967301; kernels read int32"):
+        flash.masks.document(torch.tensor([5, 5 + 2**32]))
+    with pytest.raises(ValueError, match="queries has type torch.complex64: pass torch.int32"):
+        flash.masks.document(torch.ones(3, dtype=torch.complex64))
+    for end in (2**32 + 1, 2**62):
+        assert flash.masks.padding(end=torch.tensor([end])).tiles(4).seen.all()
+    with pytest.raises(ValueError, match="cap must be a number from 1e-37 to 3e38, not 1e[+]39"):
+        flash.masks.softcap(1e39)

@@ -9,6 +9,7 @@ import pytest
 import torch
 from conftest import max_error, poisoned
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention.bias import causal_lower_right, causal_upper_left
 from torch.utils.flop_counter import FlopCounterMode
 
 import flash
@@ -342,6 +343,10 @@ ILLEGAL = {     # arguments that take the place of right ones, and what our mess
                                  "attn_mask": TRIL.expand(B, H, N_q, N_k)}, "broadcast to (4, 19, 26)"),
     "a mask's device": ({"attn_mask": TRIL.to("meta")}, "attn_mask is on meta, query on cpu"),
     "a sparse mask": ({"attn_mask": torch.ones(N_q, N_k).to_sparse()}, "attn_mask has layout"),
+    "integers, and a mask of them": ({name: x.to(torch.int32) for name, x in RIGHT.items()}
+                                     | {"attn_mask": TRIL.int()}, "query has type torch.int32"),
+    "complex, and a mask": ({name: x.to(torch.complex64) for name, x in RIGHT.items()} | {"attn_mask": TRIL},
+                            "query has type torch.complex64"),
     "a chance above 1": ({"dropout_p": 1.5}, "dropout_p must be a probability, from 0 to 1, not 1.5"),
     "a text for dropout_p": ({"dropout_p": "0"}, "dropout_p must be a number"),
     "None for dropout_p": ({"dropout_p": None}, "dropout_p must be a number"),
@@ -434,6 +439,39 @@ def test_compile_what_is_copied(case):
     assert torch.equal(compiled, expected) and compiled.stride() == expected.stride()
 
 
+class WithParameters(torch.nn.Module):
+    """Whose sizes are numbers, where those of its arguments are symbols."""
+
+    def __init__(self):
+        super().__init__()
+        self.bias = torch.nn.Parameter(normal(2, 24, 24))
+        self.kv = torch.nn.Parameter(normal(1, 2, 24, d))
+
+    def forward(self, q, k, v):
+        N = q.shape[2]
+        o = flash.scaled_dot_product_attention(q, k, v, self.bias[:, :N, :N] > 0, **PAIR)
+        o = o + flash.scaled_dot_product_attention(q, self.kv, self.kv, **PAIR)
+        return o + flash.attention(q, k, v, mask=flash.masks.relative_bias(q.new_ones(2, 2 * N - 1)), **PAIR)
+
+
+def test_compile_parameters_beside_symbols():
+    module = WithParameters()
+    compiled = torch.compile(module, fullgraph=True, backend="eager")
+    with torch.no_grad():
+        for N in (12, 17, 24):                     # the last one as many as the parameters have
+            tensors = normal(3, 1, 2, N, d)
+            torch.testing.assert_close(compiled(*tensors), module(*tensors))
+
+
+def test_compile_sizes_that_become_symbols():
+    """Fewer columns of v; several heads of k for one of q, in another call others."""
+    compiled = torch.compile(flash.scaled_dot_product_attention, fullgraph=True, backend="eager")
+    for columns, heads, heads_kv in ((40, 4, 2), (48, 6, 3)):
+        q, k, v = normal(1, heads, 9, columns), normal(1, heads_kv, 9, columns), normal(1, heads_kv, 9, 8)
+        torch.testing.assert_close(compiled(q, k, v, enable_gqa=True, **PAIR),
+                                   pytorch(q, k, v, enable_gqa=True), rtol=1e-4, atol=1e-5)
+
+
 def test_an_address_is_not_known_to_the_compiler():
     def function(q, k, v):
         return flash.scaled_dot_product_attention(q[..., 1:33], k[..., :32], v[..., :32])
@@ -477,6 +515,19 @@ def test_transforms_are_refused():
         torch.func.vmap(flash.scaled_dot_product_attention)(Q[..., :36], K[..., :36], V)
     with pytest.raises(ValueError, match="does not take part in torch.func's transforms"):
         torch.func.grad(lambda q: flash.scaled_dot_product_attention(q, K[0], V[0]).sum())(Q[0])
+
+
+@pytest.mark.parametrize("make", [causal_upper_left, causal_lower_right])
+@pytest.mark.parametrize("rows", [N_q, N_k])
+def test_a_causal_bias(make, rows):
+    """A tensor of PyTorch's whose memory nobody fills."""
+    q, bias = normal(B, H, rows, d), make(rows, N_k)
+    o = flash.scaled_dot_product_attention(q, K, V, bias, **PAIR)
+    seen = torch.ones(rows, N_k, dtype=torch.bool).tril(0 if make is causal_upper_left else N_k - rows)
+    assert type(o) is torch.Tensor
+    torch.testing.assert_close(o, pytorch(q, K, V, attn_mask=seen), rtol=1e-4, atol=1e-5)
+    with pytest.raises(RuntimeError, match=f"of {rows} queries and {N_k} keys; query and key have 1 and"):
+        flash.scaled_dot_product_attention(q[:, :, :1], K, V, bias)
 
 
 def test_memory_that_is_gone():

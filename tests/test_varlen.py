@@ -432,3 +432,25 @@ def test_bench(tmp_path, capsys, monkeypatch):
     with pytest.raises(SystemExit):
         modes.main(["--varlen", "--batch", "2"])
     assert "--varlen: has lengths and stages of its own, and takes no --batch" in capsys.readouterr().err
+
+
+def test_compile_a_mask():
+    def masked(x, starts):
+        return flash.attention_varlen(x, x, x, starts, mask=flash.masks.window(5, 0), stage="flash2")
+
+    x, starts = torch.randn(20, 2, 16), torch.tensor([0, 7, 20], dtype=torch.int32)
+    with pytest.raises(ValueError, match="stage 'flash2' takes no varlen"):
+        masked(x, starts)
+    x = x.bfloat16()
+    compiled = torch.compile(lambda x, starts: flash.attention_varlen(
+        x, x, x, starts, mask=flash.masks.window(5, 0)), fullgraph=True, backend="eager")
+    assert torch.equal(compiled(x, starts), flash.attention_varlen(x, x, x, starts,
+                                                                   mask=flash.masks.window(5, 0)))
+
+
+def test_beginnings_of_inference_mode():
+    with torch.inference_mode():
+        starts = torch.tensor([0, 20], dtype=torch.int32)
+    x = torch.randn(20, 2, 16).bfloat16().requires_grad_()
+    with pytest.raises(ValueError, match=r"cu_seqlens_q was made in inference mode.*cu_seqlens_q.clone\(\)"):
+        flash.attention_varlen(x, x, x, starts)

@@ -86,7 +86,10 @@ def no_stage(name: str, args: argparse.Namespace) -> str:
         return f"no stage {name!r} for {args.dtype} in any of the passes; there are {names}"
     text = f"no {PASSES[here]} stage {name!r} for {args.dtype}; there are {', '.join(there[here])}"
     other = "bwd" if here == "fwd" else "fwd"
-    return text + f"; it is {a_stage_of(other)}" * (len(asked) == 1 and name in there[other])
+    text += f"; it is {a_stage_of(other)}" * (len(asked) == 1 and name in there[other])
+    types = [word for stage in flash.stages(here) if stage.name == name
+             for word, dtype in flash.DTYPES.items() if dtype in stage.dtypes]
+    return text + (f"; it takes {', '.join(types)}: add --dtype {types[-1]}" if types else "")
 
 
 def choose_peers(text: str, option: str = "") -> list[str]:

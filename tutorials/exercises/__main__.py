@@ -31,6 +31,16 @@ COLUMNS = ("student", "exercise", "name", "passed", "reason", "seconds", *SCORES
            *(f"{name} of the reference" for name in SCORES), "message")
 
 
+def _seconds(text: str) -> float:
+    seconds = float(text)
+    if not 0 < seconds < float("inf"):
+        raise ValueError
+    return seconds
+
+
+_seconds.__name__ = "number of seconds above 0"      # what argparse calls it
+
+
 def parser() -> argparse.ArgumentParser:
     top = argparse.ArgumentParser(prog="python -m tutorials.exercises", description=(
         "Parts of the stages to write yourself, and bugs to find; checked without a GPU."))
@@ -50,7 +60,7 @@ def parser() -> argparse.ArgumentParser:
         "all files of a class, FOLDER/STUDENT/03_name.cuh: a table, and a CSV file"))
     check.add_argument("--csv", type=Path, help="the CSV file (default: FOLDER/results.csv)")
     check.add_argument("--json", action="store_true", help="print the verdict as JSON, and nothing else")
-    check.add_argument("--time-limit", type=float, default=TIME_LIMIT_S, metavar="SECONDS",
+    check.add_argument("--time-limit", type=_seconds, default=TIME_LIMIT_S, metavar="SECONDS",
                        help=f"for one file (default: {TIME_LIMIT_S})")
     return top
 
@@ -60,7 +70,7 @@ def list_exercises(console: Console, lesson: str | None, folder: Path) -> int:
     if not chosen:
         raise ValueError(f"lesson {lesson} has no exercises; there are some for "
                          f"{', '.join(dict.fromkeys(e.lesson for e in EXERCISES))}")
-    table = Table(title="Exercises", caption="python -m tutorials.exercises new 1")
+    table = Table(title="Exercises", caption=f"{COMMAND} new {chosen[0].number}")
     for name in ("#", "lesson", "exercise", "stage", "lines", "yours"):
         table.add_column(name, justify="right" if name in ("#", "lines") else "left")
     for e in chosen:
@@ -84,8 +94,18 @@ def new_file(console: Console, exercise: Exercise, folder: Path) -> int:
     where = f" Write your code at line{'s' * (len(lines) > 1)} {' and '.join(lines)}." if lines else ""
     task = f": {exercise.title}. The task is at its top.{where}"
     console.print(Text.assemble((_shown(file), "bold"), task))
-    console.print(f"Then: {COMMAND} check {exercise.number}")
+    console.print(f"Then: {COMMAND} check {exercise.number}{_in(folder)}")
     return 0
+
+
+def _in(folder: Path) -> str:
+    return "" if folder == MINE else f" --folder {_shown(folder)}"
+
+
+def first_lines(message: str) -> str:
+    """The first one, and the next if it announces one."""
+    first, *others = message.split("\n")
+    return f"{first} {others[0].strip()}" if first.endswith(":") and others else first
 
 
 def blanks(text: str) -> list[int]:
@@ -117,7 +137,8 @@ def show(console: Console, exercise: Exercise, verdict: Verdict) -> None:
     else:
         text.append(f"{plain(verdict.message)}\n")
         if verdict.cases:
-            text.append(f"\nRight before that, in {len(verdict.cases)} calls.\n", style="dim")
+            count = len(verdict.cases)
+            text.append(f"\nRight before that, in {count} call{'s' * (count > 1)}.\n", style="dim")
     for name, (theirs, ours) in verdict.score.items():
         text.append(f"\nYour {SCORES[name]}: {shown(name, theirs)}; the reference's: {shown(name, ours)}")
     word = "passed" if verdict.passed else verdict.reason
@@ -175,7 +196,7 @@ def row_of(folder: Path, file: Path, time_limit: float) -> dict:
     verdict = check_answer(exercise, file, time_limit)
     row = {"student": file.parent.name, "exercise": exercise.number, "name": exercise.name,
            "passed": int(verdict.passed), "reason": verdict.reason, "seconds": verdict.seconds,
-           "message": verdict.message.split("\n")[0]}
+           "message": first_lines(verdict.message)}
     for name, (theirs, ours) in verdict.score.items():
         row |= {name: theirs, f"{name} of the reference": ours}
     return row
@@ -263,6 +284,9 @@ def main(argv: list[str] | None = None) -> int:
             top.error("check: which exercise? Such as check 3, or check --all FOLDER")
         exercise = find(args.number)
         file = args.file or args.folder / exercise.file_name
+        if not file.exists():
+            where = _in(args.folder)
+            raise ValueError(f"{file} is no file: `{COMMAND} new {exercise.number}{where}` writes one")
         return check_one(console, exercise, file, args.json, args.time_limit)
     except (ValueError, OSError) as error:
         top.error(plain(str(error)))

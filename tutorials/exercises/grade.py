@@ -222,7 +222,8 @@ def watched(exercise: Exercise, answer: Answer, case: Case) -> tuple[dict, flash
         if "(nil)" in first.message and not case.with_dL and exercise.direction == "bwd":
             lines.append("p.dL is null in this call, as the loss does not depend on L.")
         if len(report.findings) > 1:
-            lines.append(f"({len(report.findings) - 1} more findings)")
+            more = len(report.findings) - 1
+            lines.append(f"({more} more finding{'s' * (more > 1)})")
         what = reason_of(first.message) if first.what == "error" else first.what
         raise Refused(what, "\n".join(lines) + where)
     if error:
