@@ -21,20 +21,20 @@ from .checks import (
     check_tangent,
     check_tensors,
 )
+from .conversion import autocast, take_d_v
 from .extras import Extras, as_float, as_probability, check_sink, draw_seed
 from .inspection import current_report
 from .launch import explain_loss, stage_files
 from .loader import debug
 from .masks import Mask, as_mask
 from .masks import causal as of_causal
-from .operators import Call, as_arguments, as_text, has_dispatch, is_plain, of_text, wanted_of
+from .operators import Call, as_arguments, as_text, has_dispatch, is_plain, wanted_of
 from .plan import (
     Keys,
     Visible,
     check_mask,
     choose,
     empty_output,
-    find_or_convert,
     keep,
     mask_file,
     mask_tensors,
@@ -340,7 +340,7 @@ def _traced(q, k, v, flag, causal, mask, scale, stage, backward, deterministic, 
     columns = v.shape[3]
     # d as a constant: a symbol is none, and int() leaves it one
     d = next((d for d in range(8, MAX_HEAD_DIM + 1, 8) if q.shape[3] == d), MAX_HEAD_DIM)
-    if columns < q.shape[3] and not _take_d_v(q.device.type, q.dtype, d, as_text(stage), as_text(backward),
+    if columns < q.shape[3] and not take_d_v(q.device.type, q.dtype, d, as_text(stage), as_text(backward),
                                               deterministic):
         v = torch.nn.functional.pad(v, (0, q.shape[3] - columns))
     o, lse = torch.ops.flash.forward(
@@ -372,50 +372,3 @@ def _split(tiles: dict[str, int]) -> tuple[dict[str, int], dict[str, int]]:
                              "tile sizes are Br, Bc, Br_bwd, Bc_bwd")
     return ({name: size for name, size in tiles.items() if not name.endswith("_bwd")},
             {name[:-4]: size for name, size in tiles.items() if name.endswith("_bwd")})
-
-
-def autocast(q, k, v, stage, backward):
-    """q, k and v, under torch.autocast in the type that it asks for."""
-    tensors = q, k, v
-    if not all(isinstance(x, torch.Tensor) and x.device.type in ("cpu", "cuda") for x in tensors):
-        return tensors
-    device = q.device.type
-    if not torch.is_autocast_enabled(device):
-        return tensors
-    gradients = backward is not None or (
-        torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad))
-    dtype = _autocast_type(device, torch.get_autocast_dtype(device), as_text(stage), as_text(backward),
-                           gradients)
-    return [x.to(dtype) if x.dtype in (torch.float32, torch.float16, torch.bfloat16)
-            and x.layout == torch.strided else x for x in tensors]
-
-
-def _autocast_type(device: str, dtype: torch.dtype, stage: str | None, backward: str | None,
-                   gradients: bool) -> torch.dtype:
-    """Autocast's type, or float32 if a stage that the call names does not take it, or none that runs here."""
-    for direction, name in [("fwd", stage), *[("bwd", backward)] * gradients]:
-        try:
-            find_or_convert(of_text(name), dtype, torch.device(device), direction)
-        except (ValueError, RuntimeError):
-            return torch.float32
-    return dtype
-
-
-def _take_d_v(device: str, dtype: torch.dtype, d: int, stage: str | None, backward: str | None,
-              deterministic: bool | None) -> bool:
-    """Whether the stages of a call take a v with other columns than d. (One that is not found: its error is
-    the operator's.)"""
-    for direction, name in (("fwd", stage), ("bwd", backward)):
-        try:
-            found = find_or_convert(of_text(name), dtype, torch.device(device), direction, deterministic, d)
-        except (ValueError, RuntimeError):
-            continue
-        if "d_v" not in found.takes:
-            return False
-    return True
-
-
-# torch.compile need not look into the registry. torch.compiler.assume_constant_result() does just this, but
-# imports torch._dynamo, which takes seconds.
-for _constant in (_autocast_type, _take_d_v):
-    _constant._dynamo_marked_constant = True

@@ -176,7 +176,8 @@ def best_stage(ladder: list[Stage], device: torch.device, dtype: torch.dtype, de
     takers = [s for s in ladder if dtype in s.dtypes and s.is_for(sizes)]
     takers = [s for s in takers if not s.lacks(needs)] or takers
     takers = [s for s in takers if s.can_be_deterministic or not deterministic] or takers
-    candidates = (s for s in _by_preference(ladder, device, dtype, sizes, needs) if s in takers)
+    names = {s.name for s in takers}        # stages have many fields to be compared by
+    candidates = (s for s in _by_preference(ladder, device, dtype, sizes, needs) if s.name in names)
     first = next(candidates)
     return next((s for s in (first, *candidates) if s.available(device, dtype)
                  and (d is None or s.fits(d, shared_memory_per_block(device)))), first)
@@ -244,10 +245,11 @@ def _by_preference(ladder: list[Stage], device: torch.device, dtype: torch.dtype
 
     defaults = sorted((s for s in reversed(ladder) if s.default and dtype in s.dtypes
                        and (not s.calls or s.is_for(sizes) and not s.lacks(needs))), key=rank, reverse=True)
+    lineages = {s.name: {ancestor.name for ancestor in _lineage(s, by_name)} for s in ladder}
     for default in defaults:
         for ancestor in _lineage(default, by_name):
             yield ancestor
-            grown = (s for s in reversed(ladder) if ancestor in _lineage(s, by_name))
+            grown = (s for s in reversed(ladder) if ancestor.name in lineages[s.name])
             yield from sorted(grown, key=unasked)
     yield from reversed(ladder)
 

@@ -14,8 +14,9 @@ from pathlib import Path
 
 import torch
 
-from .attention import attend, autocast
+from .attention import attend
 from .checks import MAX_HEAD_DIM, check_kind, check_memory, rows_fit
+from .conversion import autocast
 from .masks import Mask, causal, of_tensor
 from .operators import is_plain
 from .stage import DTYPES, Stage

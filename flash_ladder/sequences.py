@@ -106,5 +106,5 @@ def _refused(text: str) -> str:
     return next((name for name in names(json.loads(text)) if name not in MASKS), "")
 
 
-# torch.compile, which does not trace json, need not look into it: see attention.py
+# torch.compile, which does not trace json, need not look into it: see conversion.py
 setattr(_refused, "_dynamo_marked_constant", True)  # noqa: B010
