@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import functools
 import math
 import re
@@ -305,6 +306,9 @@ def read_header(path: Path, direction: str, is_rung: bool, modified: int) -> Sta
         direction = "fwd" if title[1] == "Forward" else "bwd"
     lines = re.sub(r"\n// {8,}", " ", header)  # a long field goes on in the next line
     fields = dict(re.findall(rf"^// ({'|'.join(FIELDS)}): *(.*)$", lines, re.M))
+    for name in re.findall(r"^// (\w+):", lines.split("\n//\n")[0], re.M):
+        if name not in FIELDS and (close := difflib.get_close_matches(name, FIELDS, 1, 0.75)):
+            raise ValueError(f"{line_of(path, name)}: {name}: is no line of a header; {close[0]}: is one")
     types = re.split(r",\s*", fields.get("types", "fp32"))
     if unknown := set(types) - set(DTYPES):
         raise ValueError(f"{path}: types: {', '.join(unknown)} not among {', '.join(DTYPES)}")

@@ -635,6 +635,7 @@ def test_a_header_that_makes_no_sense_is_an_error(tmp_path):
     mine = tmp_path / "mine.cuh"
     for header, message in {
         "types: fp13": "types: fp13 not among fp32",
+        "typs: fp32": ":1: typs: is no line of a header; types: is one",
         "needs: Hopper": "needs: 'Hopper' is neither 'any GPU' nor a capability, such as sm_80",
         "types: fp16\n// needs: sm_70; bf16: sm_80": "needs: 'sm_70; bf16: sm_80' is neither",
         "workspace: O": "workspace: O is a tensor of the call: give it another name",
