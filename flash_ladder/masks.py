@@ -217,7 +217,7 @@ def _check_range(name: str, x: torch.Tensor) -> None:
         return
     if torch.compiler.is_compiling() or not has_memory(x):
         return
-    least, most = x.min().item(), x.max().item()
+    least, most = x.long().min().item(), x.long().max().item()
     if not -(1 << 31) <= least <= most < 1 << 31:
         raise ValueError(f"mask: {name} has numbers from {least} to {most}; kernels read int32: number them "
                          "anew (torch.unique(..., return_inverse=True))")
@@ -376,7 +376,9 @@ def _of_batch(name: str, x: int | torch.Tensor) -> torch.Tensor:
     x = _tensor(name, x)
     if x.dim() > 1 or x.dtype.is_floating_point or x.dtype.is_complex or x.dtype == torch.bool:
         raise ValueError(f"mask: {name} must be ints (B,), not {_said(x)}")
-    return x.clamp(-FAR, FAR).to(torch.int32).reshape(-1, 1, 1, 1)
+    if x.dtype != torch.int32:               # which is kept: what it will hold by then counts
+        x = x.long().clamp(-FAR, FAR).to(torch.int32)
+    return x.reshape(-1, 1, 1, 1)
 
 
 def _ids(queries, keys) -> list[Argument]:

@@ -478,5 +478,12 @@ def test_numbers_that_kernels_do_not_hold():
         flash.masks.document(torch.ones(3, dtype=torch.complex64))
     for end in (2**32 + 1, 2**62):
         assert flash.masks.padding(end=torch.tensor([end])).tiles(4).seen.all()
+    for dtype in (torch.uint8, torch.int16, torch.uint32, torch.int64):
+        assert flash.masks.padding(end=torch.tensor([3], dtype=dtype)).tiles(1, 4).seen.sum() == 3
+        flash.masks.document(torch.tensor([3], dtype=dtype))
+    lengths = torch.tensor([1], dtype=torch.int32)
+    mask = flash.masks.padding(end=lengths)
+    lengths.fill_(2)
+    assert mask.tiles(1, 4).seen.sum() == 2, "a tensor of the right type is kept"
     with pytest.raises(ValueError, match="cap must be a number from 1e-37 to 3e38, not 1e[+]39"):
         flash.masks.softcap(1e39)
