@@ -341,7 +341,7 @@ def _traced(q, k, v, flag, causal, mask, scale, stage, backward, deterministic, 
     # d as a constant: a symbol is none, and int() leaves it one
     d = next((d for d in range(8, MAX_HEAD_DIM + 1, 8) if q.shape[3] == d), MAX_HEAD_DIM)
     if columns < q.shape[3] and not take_d_v(q.device.type, q.dtype, d, as_text(stage), as_text(backward),
-                                              deterministic):
+                                             deterministic):
         v = torch.nn.functional.pad(v, (0, q.shape[3] - columns))
     o, lse = torch.ops.flash.forward(
         q, k, v, *as_arguments(visible, extras), scale, as_text(stage), as_text(backward), deterministic,

@@ -37,7 +37,7 @@ def _autocast_type(device: str, dtype: torch.dtype, stage: str | None, backward:
 
 
 def take_d_v(device: str, dtype: torch.dtype, d: int, stage: str | None, backward: str | None,
-              deterministic: bool | None) -> bool:
+             deterministic: bool | None) -> bool:
     """Whether the stages of a call take a v with other columns than d. (One that is not found: its error is
     the operator's.)"""
     for direction, name in (("fwd", stage), ("bwd", backward)):

@@ -186,7 +186,7 @@ def _check(q, k_cache, v_cache, k, v, cache_seqlens, block_table, causal, mask, 
         raise ValueError("attention_kvcache() has no gradient, and a tensor requires one: call it under "
                          "torch.no_grad(), or attention() without a cache")
     check_sink(sink, queries)
-    for name, x in (("k", k), ("v", v), ("cache_seqlens", cache_seqlens), ("block_table", block_table)):
+    for name, x in (("k", k), ("v", v), ("cache_seqlens", cache_seqlens)):
         if isinstance(x, torch.Tensor):
             check_dense(name, x)
     beside = {"k": k, "v": v, "cache_seqlens": cache_seqlens, "block_table": block_table, "sink": sink}
@@ -231,6 +231,7 @@ def _check_shapes(q, k_cache, v_cache, block_table) -> tuple[int, int]:
     else:
         if not isinstance(block_table, torch.Tensor) or block_table.dim() != 2:
             raise ValueError("block_table must be an int32 tensor (B, max_pages)")
+        check_dense("block_table", block_table)
         if (block_table.dtype != torch.int32 or block_table.shape[0] != B or not block_table.shape[1]
                 or block_table.device != q.device):
             raise ValueError(f"block_table must be int32 of shape ({B}, max_pages), max_pages at least 1, on "

@@ -285,8 +285,8 @@ def padding(first: torch.Tensor | None = None, end: torch.Tensor | None = None) 
 
 
 def document(queries: torch.Tensor, keys: torch.Tensor | None = None) -> Mask:
-    """Packed sequences: a query sees the keys with its own id. queries: int (B, N_q) or (N_q,); keys
-    likewise, the same if None."""
+    """Packed sequences: a query sees the keys with its own id. queries: int (B, N_q) or (N_q,), numbers that
+    int32 holds; keys likewise, the same if None."""
     return Mask(_named("document"), _ids(queries, keys))
 
 

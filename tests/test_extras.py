@@ -584,3 +584,17 @@ def test_refused_in_16_bits():
         flash.attention(q, k, v, dropout_p=0.5, stage="mma")
     with pytest.raises(ValueError, match="v has d_v = 20; it must be a multiple of 8 up to q's d, 16"):
         flash.attention(q, k, torch.randn(1, 2, 20, 20).half())
+
+
+@pytest.mark.parametrize("stages", [{}, {"stage": "flash2", "backward": "recompute"}],
+                         ids=["default", "first"])
+def test_the_largest_sinks(stages):
+    """As attention() says: of 2e38 in size, or -inf."""
+    q, k, v = torch.randn(3, 1, 3, 19, 16)
+    sink = torch.tensor([2e38, -2e38, -math.inf], requires_grad=True)
+    o, lse = flash.attention(q, k, v, sink=sink, return_lse=True, **stages)
+    without = flash.attention(q, k, v, stage="flash2")
+    assert not o[:, 0].any() and (lse[:, 0] > 1.99e38).all()
+    assert torch.allclose(o[:, 1:], without[:, 1:], atol=1e-5)
+    (gradient,) = torch.autograd.grad(o.sum(), sink)
+    assert gradient.isfinite().all() and not gradient[1:].any()

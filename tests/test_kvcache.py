@@ -453,6 +453,9 @@ def test_layouts_and_memory_of_what_comes_beside():
                                  ("sink", sink.to_sparse(), "sink is on cpu, with layout torch.sparse_coo")):
         with pytest.raises(ValueError, match=message):
             flash.attention_kvcache(q, cache, cache, **(right | {name: other}))
+    pages = torch.zeros(1, 1, dtype=torch.int32).to_sparse()
+    with pytest.raises(ValueError, match="block_table has layout torch.sparse_coo"):
+        flash.attention_kvcache(q, cache, cache, cache_seqlens=lengths, block_table=pages)
     sink.untyped_storage().resize_(0)
     with pytest.raises(ValueError, match="sink is a Tensor without memory"):
         flash.attention_kvcache(q, cache, cache, new, new, cache_seqlens=lengths, sink=sink)

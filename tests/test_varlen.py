@@ -436,16 +436,11 @@ def test_bench(tmp_path, capsys, monkeypatch):
 
 def test_compile_a_mask():
     def masked(x, starts):
-        return flash.attention_varlen(x, x, x, starts, mask=flash.masks.window(5, 0), stage="flash2")
+        return flash.attention_varlen(x, x, x, starts, mask=flash.masks.window(5, 0))
 
-    x, starts = torch.randn(20, 2, 16), torch.tensor([0, 7, 20], dtype=torch.int32)
-    with pytest.raises(ValueError, match="stage 'flash2' takes no varlen"):
-        masked(x, starts)
-    x = x.bfloat16()
-    compiled = torch.compile(lambda x, starts: flash.attention_varlen(
-        x, x, x, starts, mask=flash.masks.window(5, 0)), fullgraph=True, backend="eager")
-    assert torch.equal(compiled(x, starts), flash.attention_varlen(x, x, x, starts,
-                                                                   mask=flash.masks.window(5, 0)))
+    x, starts = torch.randn(20, 2, 16).bfloat16(), torch.tensor([0, 7, 20], dtype=torch.int32)
+    compiled = torch.compile(masked, fullgraph=True, backend="eager")
+    assert torch.equal(compiled(x, starts), masked(x, starts))
 
 
 def test_beginnings_of_inference_mode():
