@@ -44,7 +44,7 @@ STREAM_K = ("stream_k",)       # of the forward, where all tiles are equal
 # Of the backward, for d <= 192, as a tile of dQ has to fit
 WRITERS = ("writer_warp", "semaphores", "idle_warps", "augmented", "first_stores")
 PACKED = ("packed", "packed_semaphores")   # for packed sequences: few other calls take one
-OWN_ROWS = ("own_rows",)       # of the forward, what most calls take
+ROW_BY_ROW = ("row_by_row",)   # of the forward, what most calls take
 OWN_RANGES = ("own_ranges",)   # of the forward, with a window; else its parent
 
 

@@ -3,7 +3,6 @@
 // types:   fp16, bf16
 // needs:   sm_90a
 // after:   hopper_tuned
-// default: sm_90a if not masked and d <= 128 and N_k >= 2048 and B * H * N_q >= 131072
 // takes:   dropout, sink, d_v
 // tiles:   Br=192 Bc=128; d > 64 or rows < 65536: Br=128 Bc=128; rows < 8192: Br=64 Bc=128;
 //          d > 64 and rows >= 65536 and keys >= 8192 and window >= 8192: Br=192 Bc=80;

@@ -3,7 +3,6 @@
 // types:   fp16, bf16
 // needs:   sm_90a
 // after:   short_last
-// default: sm_90a
 // takes:   dropout, sink, d_v
 // tiles:   Br=192 Bc=128; d > 64 or rows < 65536: Br=128 Bc=128; rows < 8192: Br=64 Bc=128;
 //          d > 64 and rows >= 65536 and keys >= 16384 and window >= 16384: Br=192 Bc=80;

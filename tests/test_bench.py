@@ -961,7 +961,7 @@ def test_packed_sequences_are_measured_case_by_case(tmp_path):
 
 @pytest.mark.parametrize("case, options, direction, deterministic, expected", [
     ("window128", ("--pass", "fwd"), "fwd", False, "own_ranges"),
-    ("vla", ("--pass", "fwd"), "fwd", False, "own_rows"),
+    ("vla", ("--pass", "fwd"), "fwd", False, "row_by_row"),
     ("vla", ("--pass", "bwd"), "bwd", True, "exchanged_semaphores"),
     ("window128", ("--pass", "bwd"), "bwd", False, "augmented"),
     ("bias", ("--pass", "fwd", "--batch", "1", "--heads", "1", "--seqlens", "512"), "bwd", False,
@@ -977,7 +977,7 @@ def test_masks_are_measured_with_what_a_call_takes(monkeypatch, case, options, d
     assert mask_results.best_stage(args, direction, deterministic).name == expected
     args.direction = "bwd"
     before = competitors.forward_stage(mask_results.best_stage(args, "bwd"), args).name
-    assert before == ("own_ranges" if case == "window128" else "own_rows")
+    assert before == ("own_ranges" if case == "window128" else "row_by_row")
     args.seqlens = [512, 64]
     assert competitors.sizes_of(args) is None
 
@@ -1190,7 +1190,7 @@ def test_dropout_is_of_the_stages_that_calls_take(monkeypatch):
     monkeypatch.setattr(flash, "default_device", lambda: test_contract.gpu(monkeypatch, (9, 0)))
     taken = {(s.direction, s.d, s.causal): s.stage for s in dropout_results.shapes() if s.dtype == "bf16"}
     assert taken["bwd", 256, True] == taken["bwd", 256, False] == "exchanged_tuned"
-    assert taken["fwd", 64, True] == "own_rows" and taken["fwd", 64, False] == "stream_k"
+    assert taken["fwd", 64, True] == taken["fwd", 64, False] == "row_by_row"
 
 
 # ---------------------------------------------------------------------------------------- files of one's own

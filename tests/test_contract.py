@@ -336,16 +336,16 @@ def gpu(monkeypatch, capability, shared_memory=227 * 1024) -> torch.device:
 DECODING = {"B": 1, "H": 8, "H_kv": 2, "N_q": 1, "N_k": 600, "d": 64, "gradients": 0, "masked": 0}
 PROMPT = DECODING | {"N_q": 600}
 NAMES = "the end of its branch, which is taken "
-ELSEWHERE = "from sm_80 on; own_rows is taken on sm_90a, and {} is sm_"
+ELSEWHERE = "from sm_80 on; row_by_row is taken on sm_90a, and {} is sm_"
 
 
 @pytest.mark.parametrize("capability, sizes, needs, expected, why", [
-    ((9, 0), PROMPT, (), "own_rows", NAMES + "on sm_90a"),
-    ((9, 0), PROMPT, ("dropout", "sink"), "own_rows", NAMES + "on sm_90a"),
+    ((9, 0), PROMPT, (), "row_by_row", NAMES + "on sm_90a"),
+    ((9, 0), PROMPT, ("dropout", "sink"), "row_by_row", NAMES + "on sm_90a"),
     ((9, 0), None, ("varlen",), "packed",
-     "the nearest relative of own_rows, which takes no varlen"),
+     "the nearest relative of row_by_row, which takes no varlen"),
     ((9, 0), PROMPT, ("sink", "kv_cache"), "ampere_tuned",
-     "the nearest relative of own_rows, which takes no kv_cache"),
+     "the nearest relative of row_by_row, which takes no kv_cache"),
     ((9, 0), DECODING, ("sink", "kv_cache"), "split_kv",
      NAMES + "from sm_80 on by calls of N_q <= 16 and N_k >= 512 and not gradients"),
     ((9, 0), DECODING, (), "split_kv",
@@ -354,13 +354,13 @@ ELSEWHERE = "from sm_80 on; own_rows is taken on sm_90a, and {} is sm_"
      "N_q <= 16 and N_q * H // H_kv > 32 and N_k >= 512 and not gradients"),
     ((9, 0), DECODING | {"H": 64, "N_q": 16}, ("kv_cache",), "split_kv",
      NAMES + "from sm_80 on by calls of N_q <= 16 and N_k >= 512 and not gradients"),
-    ((9, 0), DECODING | {"gradients": 1}, (), "own_rows", NAMES + "on sm_90a"),
-    ((9, 0), DECODING, ("dropout",), "own_rows", NAMES + "on sm_90a"),
-    ((9, 0), DECODING, ("masks by head",), "own_rows", NAMES + "on sm_90a"),
+    ((9, 0), DECODING | {"gradients": 1}, (), "row_by_row", NAMES + "on sm_90a"),
+    ((9, 0), DECODING, ("dropout",), "row_by_row", NAMES + "on sm_90a"),
+    ((9, 0), DECODING, ("masks by head",), "row_by_row", NAMES + "on sm_90a"),
     ((8, 6), PROMPT, (), "ampere_tuned", NAMES + ELSEWHERE.format("a GPU") + "86"),
     ((10, 0), PROMPT, ("varlen",), "ampere_tuned", NAMES + ELSEWHERE.format("a GPU") + "100"),
     (None, PROMPT, (), "ampere_tuned",
-     NAMES + "from sm_80 on; own_rows is taken on sm_90a, and the simulator counts as sm_80"),
+     NAMES + "from sm_80 on; row_by_row is taken on sm_90a, and the simulator counts as sm_80"),
 ])
 def test_the_default_by_what_a_call_needs(monkeypatch, capability, sizes, needs, expected, why):
     """Of the ladder itself. None: on the CPU."""
@@ -373,12 +373,12 @@ def test_the_default_by_what_a_call_needs(monkeypatch, capability, sizes, needs,
 @pytest.mark.parametrize("gradients", [0, 1])
 @pytest.mark.parametrize("B, H_kv, N, d, masked, expected", [
     (8, 8, 2048, 256, 0, "multicast_tuned"), (8, 8, 2048, 136, 1, "multicast_tuned"),
-    (4, 8, 512, 256, 0, "own_rows"), (16, 8, 1024, 256, 0, "own_rows"),
-    (8, 2, 2048, 256, 0, "own_rows"), (16, 8, 1024, 256, 1, "own_rows"),
+    (4, 8, 512, 256, 0, "row_by_row"), (16, 8, 1024, 256, 0, "row_by_row"),
+    (8, 2, 2048, 256, 0, "row_by_row"), (16, 8, 1024, 256, 1, "row_by_row"),
     (1, 2, 16384, 256, 0, "multicast_tuned"),
-    (8, 8, 2048, 128, 0, "stream_k"), (8, 1, 2048, 64, 0, "stream_k"), (8, 8, 2048, 128, 1, "own_rows"),
-    (4, 8, 2048, 128, 0, "own_rows"), (16, 8, 1024, 64, 0, "own_rows"),
-    (1, 1, 64, 8, 1, "own_rows"), (4, 8, 512, 256, 1, "own_rows"), (8, 2, 2048, 256, 1, "own_rows"),
+    (8, 8, 2048, 128, 0, "row_by_row"), (8, 1, 2048, 64, 0, "row_by_row"), (8, 8, 2048, 128, 1, "row_by_row"),
+    (4, 8, 2048, 128, 0, "row_by_row"), (16, 8, 1024, 64, 0, "row_by_row"),
+    (1, 1, 64, 8, 1, "row_by_row"), (4, 8, 512, 256, 1, "row_by_row"), (8, 2, 2048, 256, 1, "row_by_row"),
     (1, 2, 16384, 256, 1, "multicast_tuned")])
 def test_the_default_of_the_forward_pass(monkeypatch, B, H_kv, N, d, masked, expected, gradients):
     """On Hopper: in large calls with d > 128 two blocks share K and V; with less, and no mask, blocks share
@@ -393,8 +393,8 @@ def test_the_default_of_the_forward_pass(monkeypatch, B, H_kv, N, d, masked, exp
 
 @pytest.mark.parametrize("d, H, N_q, gradients, expected", [
     (64, 8, 1, 0, "split_kv"), (256, 8, 16, 0, "split_kv"), (64, 16, 16, 0, "split_kv"),
-    (64, 24, 11, 0, "split_kv_wgmma"), (256, 64, 16, 0, "split_kv_wgmma"), (128, 64, 16, 1, "own_rows"),
-    (64, 8, 17, 0, "own_rows"), (64, 8, 1, 1, "own_rows")])
+    (64, 24, 11, 0, "split_kv_wgmma"), (256, 64, 16, 0, "split_kv_wgmma"), (128, 64, 16, 1, "row_by_row"),
+    (64, 8, 17, 0, "row_by_row"), (64, 8, 1, 1, "row_by_row")])
 def test_few_queries_with_a_mask(monkeypatch, d, H, N_q, gradients, expected):
     """On Hopper they take what splits the keys, as they do without a mask: with more than 32 packed rows by
     warpgroups."""
@@ -405,14 +405,14 @@ def test_few_queries_with_a_mask(monkeypatch, d, H, N_q, gradients, expected):
         return flash.find_stage(None, torch.bfloat16, device, d=d, sizes=sizes | window).name
 
     assert taken() == taken(window=4096) == expected
-    assert taken(window=4095) == expected.replace("own_rows", "own_ranges")
+    assert taken(window=4095) == expected.replace("row_by_row", "own_ranges")
 
 
 @pytest.mark.parametrize("mask, has_window", [
     (flash.masks.window(99, 0), True), (flash.masks.window(99, 0) & flash.masks.causal(), True),
     (flash.masks.window(99, 0) | flash.masks.prefix(4), False), (flash.masks.window(8191, 0), False)])
 @pytest.mark.parametrize("d, any_mask, expected", [
-    (64, "own_rows", {"Br": 192, "Bc": 128}), (128, "own_rows", {"Br": 128, "Bc": 128}),
+    (64, "row_by_row", {"Br": 192, "Bc": 128}), (128, "row_by_row", {"Br": 128, "Bc": 128}),
     (256, "multicast_tuned", {"Br": 128, "Bc": 80})])
 def test_the_default_with_a_window(monkeypatch, d, any_mask, expected, mask, has_window):
     """The stage whose warpgroups have ranges of their own, with the tiles that were the fastest. If all that
@@ -427,20 +427,20 @@ def test_the_default_with_a_window(monkeypatch, d, any_mask, expected, mask, has
 
 
 @pytest.mark.parametrize("d, heads, N, expected", [
-    (64, 32, 1024, (128, 128)), (64, 256, 1024, (192, 128)), (128, 64, 8192, (128, 128)),
-    (128, 64, 16384, (192, 80)), (256, 64, 16384, (128, 80)), (256, 8, 1024, (64, 80))])
+    (64, 32, 1024, (128, 128)), (64, 256, 1024, (192, 128)), (128, 64, 4096, (128, 128)),
+    (128, 64, 8192, (192, 80)), (256, 64, 16384, (128, 80)), (256, 8, 1024, (64, 80))])
 def test_tiles_by_length(d, heads, N, expected):
     """Of what most calls on Hopper take: those that were the fastest there (headers)."""
-    stage = next(stage for stage in flash.stages("fwd") if stage.name == "own_rows")
+    stage = next(stage for stage in flash.stages("fwd") if stage.name == "row_by_row")
     tiles = stage.tiles(d, 227 * 1024, heads * N, True, keys=N)
     assert (tiles["Br"], tiles["Bc"]) == expected
 
 
 @pytest.mark.parametrize("d, causal, forward, backward", [
-    (64, False, {"own_rows", "stream_k"}, {"hopper_tuned", "augmented"}),
-    (64, True, {"own_rows"}, {"hopper_tuned", "augmented", "first_stores"}),
-    (128, True, {"own_rows"}, {"hopper_tuned", "augmented", "first_stores"}),
-    (256, False, {"own_rows", "multicast_tuned"}, {"exchanged_tuned", "exchanged_stream_k"})])
+    (64, False, {"row_by_row"}, {"hopper_tuned", "augmented"}),
+    (64, True, {"row_by_row"}, {"hopper_tuned", "augmented", "first_stores"}),
+    (128, True, {"row_by_row"}, {"hopper_tuned", "augmented", "first_stores"}),
+    (256, False, {"row_by_row", "multicast_tuned"}, {"exchanged_tuned", "exchanged_stream_k"})])
 def test_what_is_built_ahead(monkeypatch, d, causal, forward, backward):
     """By flash.compile(): of small calls, large ones, and with grouped heads, if these take another stage."""
     gpu(monkeypatch, (9, 0))

@@ -8,6 +8,7 @@ import concurrent.futures
 import contextlib
 import ctypes
 import functools
+import heapq
 import itertools
 import sys
 
@@ -753,6 +754,57 @@ def test_rows_that_end_after_another_tile(device):
     q, k, v = random_qkv(1 if device == "cpu" else 20, 8, 8, 200, 15700, 64, device, torch.bfloat16)
     o, lse = flash.attention(q, k, v, causal=True, stage="own_rows", return_lse=True, Br=192, Bc=128)
     check(o, lse, q, k, v, 15500)
+
+
+@with_two_schedules("d, Br, Bc, N_q, N_k", [
+    (128, 128, 128, 300, 300), (64, 192, 128, 449, 333), (128, 192, 80, 320, 320), (256, 128, 80, 200, 130),
+    (128, 64, 64, 300, 200)])
+@pytest.mark.parametrize("turn", range(2))
+def test_maxima_that_nobody_looks_for(device, schedule, turn, d, Br, Bc, N_q, N_k):
+    """In some warps m of a row grows by more than 8 again and again, in others never; a row may see no key.
+    A stage that looks for a maximum only then has the bits of one that always does; and those after it."""
+    q, k, v = random_qkv(1 if device == "cpu" else 60, 3, 3, N_q, N_k, d, device, torch.bfloat16)
+    q[:, :, ::37] *= 6                           # of these rows
+    k *= torch.linspace(0.2, 3, N_k, device=device)[:, None].bfloat16()
+    options = [{"causal": True}, {"mask": flash.masks.causal() & flash.masks.window(90, 0)}][turn]
+    found = {}
+    for stage in ("own_rows", "lazy_maximum", "late_ticket", "row_by_row"):
+        with poisoned():
+            found[stage] = flash.attention(q, k, v, stage=stage, return_lse=True, Br=Br, Bc=Bc, **options)
+    parent = "own_rows" if d > 64 else "lazy_maximum"       # whose m stays at d = 64, as well
+    for stage in ("lazy_maximum", "late_ticket", "row_by_row"):
+        assert all(torch.equal(x, y) for x, y in zip(found[parent], found[stage], strict=True)), stage
+    if turn == 0:
+        check(*found["row_by_row"], q, k, v, N_k - N_q)
+
+
+def work_of_the_last_block(N, B, H, d, Br, Bc, late: bool) -> float:
+    """Over the mean of all 132 blocks, in steps: a tile costs one more than it has. The order is Order's, with
+    short tiles last. A block draws its next ticket two steps before a tile of its ends, or that one begins."""
+    tiles, heads = -(-N // Br), B * H
+    group = -(-heads // max(1, heads // max(4, int(20e6 / (4 * N * d)))))
+    long = tiles - tiles // 4
+    order = [tile for first in range(0, heads, group) for tile in range(long)
+             for _ in range(min(group, heads - first))]
+    order += [tile for tile in range(long, tiles) for _ in range(heads)]
+    costs = [1 + -(-(tiles - tile) * Br // Bc) for tile in order]
+    blocks = [(costs[n] - 2 if late else 0, costs[n]) for n in range(132)]     # when it draws, when it ends
+    heapq.heapify(blocks)
+    for cost in costs[132:]:
+        drawn, end = blocks[0]
+        heapq.heapreplace(blocks, (max(drawn, (end + cost if late else end) - 2), end + cost))
+    return max(end for _, end in blocks) / (sum(costs) / 132)
+
+
+@pytest.mark.parametrize("Br, Bc, d, N, B, before, late", [
+    (128, 128, 128, 2048, 8, 1.004, 1.004), (128, 128, 128, 4096, 4, 1.009, 1.005),
+    (128, 128, 128, 16384, 1, 1.004, 1.002), (192, 80, 128, 4096, 4, 1.083, 1.025),
+    (192, 80, 128, 8192, 2, 1.039, 1.005), (192, 80, 128, 16384, 1, 1.018, 1.005),
+    (128, 80, 256, 2048, 8, 1.091, 1.014), (128, 80, 256, 4096, 4, 1.126, 1.006)])
+def test_what_late_tickets_save(Br, Bc, d, N, B, before, late):
+    """The figures of late_ticket's header."""
+    found = [work_of_the_last_block(N, B, 2048 // d, d, Br, Bc, late) for late in (False, True)]
+    assert found == [pytest.approx(before, abs=6e-4), pytest.approx(late, abs=6e-4)]
 
 
 EQUAL_TILES = [  # d, Br, Bc, N_q, N_k

@@ -9,7 +9,7 @@ import pytest
 import flash
 from flash_ladder import registry
 from flash_ladder.difference import INSTRUCTIONS, Change, changed_lines
-from flash_ladder.grid import MULTICAST, OWN_RANGES, PACKED, SIDE_BRANCH, STREAM_K, UP_TO_64, WRITERS
+from flash_ladder.grid import MULTICAST, OWN_RANGES, PACKED, SIDE_BRANCH, UP_TO_64, WRITERS
 from flash_ladder.stage import DIRECTIONS
 
 STAGES = flash.stages()
@@ -100,7 +100,7 @@ def test_hoppers_rungs_say_what_was_predicted():
 
 def test_defaults_are_ends_of_branches():
     parents = {(s.direction, s.after) for s in STAGES
-               if not s.calls and s.name not in (*MULTICAST, *STREAM_K, *WRITERS, *SIDE_BRANCH, *UP_TO_64,
+               if not s.calls and s.name not in (*MULTICAST, *WRITERS, *SIDE_BRANCH, *UP_TO_64,
                                          *PACKED, *OWN_RANGES)}
     assert not [str(s) for s in STAGES if s.default and of(s) in parents]
     for direction in ("fwd", "bwd"):

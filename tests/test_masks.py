@@ -205,7 +205,7 @@ SIZES = 2, 4, 2, 75, 101, 40
 # each mask is a build of the stage
 SOME = ("causal_diagonal", "block_causal", "additive", "relative_bias", "window_and_padding",
         "causal_and_document", "softcap_and_causal_and_alibi")
-THREE = ("fwd ampere_tuned", "fwd own_rows", "bwd hopper_tuned")
+THREE = ("fwd ampere_tuned", "fwd row_by_row", "bwd hopper_tuned")
 ALL_MASKS = ("fwd flash2", "bwd ampere_tuned")
 # Of these, what a stage that packs heads takes none of, and what it does instead
 BY_HEAD = ("additive", "relative_bias", "softcap_and_causal_and_alibi")

@@ -9,7 +9,7 @@ import torch
 
 import flash
 from flash_ladder import grid, loader
-from flash_ladder.grid import LARGE, MULTICAST, OWN_ROWS, SIDE_BRANCH, STREAM_K, UP_TO_64, WRITERS
+from flash_ladder.grid import LARGE, MULTICAST, ROW_BY_ROW, SIDE_BRANCH, STREAM_K, UP_TO_64, WRITERS
 
 try:
     NVCC, WHY_NOT = flash.find_nvcc(), ""
@@ -102,9 +102,9 @@ def test_compiles_without_spills(stage, deterministic, architecture, tmp_path):
         cases = [(64, True), (64, False), (48, True)]
     if stage.name in WRITERS:                         # for d <= 192
         cases = [(64, True), (128, False)]
-    if stage.name in STREAM_K:                         # calls without a mask take it, and large ones
+    if stage.name in STREAM_K:                         # it is for calls without a mask
         cases = [(64, False), (128, False), (256, False)]
-    if stage.name in OWN_ROWS:                        # what most calls take
+    if stage.name in ROW_BY_ROW:                        # what most calls take
         cases = [(64, True), (128, True), (256, True), (64, False), (128, False)]
     if stage.name in grid.OWN_RANGES:                      # those with a window
         cases = [(64, False), (128, False), (256, False)]
@@ -121,20 +121,18 @@ def test_compiles_without_spills(stage, deterministic, architecture, tmp_path):
         cases = cases[:1]
     able = types_on(architecture, stage)
     spilled: dict[tuple, int] = {}
-    is_end = bool(stage.default) and not of_others and stage.name not in (*MULTICAST, *STREAM_K)
+    is_end = bool(stage.default) and not of_others and stage.name not in MULTICAST
     cases = [(d, causal, able[0] if d == 256 else able[-1]) for d, causal in cases]
     more = []
     if is_end and architecture == "sm_90a" and not deterministic and len(able) > 1 and stage.name not in (
-            *SIDE_BRANCH, *OWN_ROWS, *grid.OWN_RANGES, "hopper_tuned"):
+            *SIDE_BRANCH, *ROW_BY_ROW, *grid.OWN_RANGES, "hopper_tuned"):
         more = [(64, False, able[0])] + [(128, True, able[0])]
-    if stage.name in STREAM_K:
-        more = [(64, False, able[0])]
     for n, (d, causal, dtype) in enumerate(cases + more):
         if not stage.default:
             chosen = [stage.default_tiles(d, causal=causal)]
         elif stage.fits(d, SHARED_MEMORY[architecture]):
-            sizes = LARGE[1:] if n >= len(cases) or stage.name in STREAM_K else ((1, 1), *LARGE)
-            if stage.name in (*OWN_ROWS, *grid.OWN_RANGES) and n % 2 != stage.number % 2:
+            sizes = LARGE[1:] if n >= len(cases) else ((1, 1), *LARGE)
+            if stage.name in (*ROW_BY_ROW, *grid.OWN_RANGES) and n % 2 != stage.number % 2:
                 sizes = LARGE                      # small calls get the tiles of hopper_tuned's small calls
             chosen = [stage.tiles(d, SHARED_MEMORY[architecture], rows, causal, packed=packed, keys=keys)
                       for rows, keys in sizes for packed in ((1, 64) if n == 0 else (1,))]
@@ -221,10 +219,10 @@ def test_packed_sequences_spill_little(stage, tmp_path):
 
 @pytest.mark.skipif(NVCC is None, reason=WHY_NOT)
 @pytest.mark.parametrize("direction, name, d, asked, causal, most", [
-    ("fwd", "own_rows", 64, "DROPOUT", False, 0), ("fwd", "own_rows", 128, "DROPOUT", False, 40),
+    ("fwd", "row_by_row", 64, "DROPOUT", False, 0), ("fwd", "row_by_row", 128, "DROPOUT", False, 40),
     ("fwd", "short_last", 128, "window", False, 28),
-    *(("fwd", "own_rows", d, asked, True, 0) for d, asked in (
-        (64, "DROPOUT"), (128, "DROPOUT"), (64, "SINK"), (128, "NEGATIVE_SCALE"))),
+    *(("fwd", "row_by_row", d, asked, True, most) for d, asked, most in (
+        (64, "DROPOUT", 0), (128, "DROPOUT", 40), (64, "SINK", 0), (128, "NEGATIVE_SCALE", 0))),
     ("bwd", "augmented", 64, "DROPOUT", False, 272), ("bwd", "augmented", 64, "alibi", False, 56),
     ("bwd", "exchanged_tuned", 192, "DROPOUT", True, 0),
     ("bwd", "exchanged_tuned", 256, "DROPOUT", False, 20),

@@ -1,0 +1,248 @@
+// Forward stage 40: row_by_row
+// idea:    a lane's second row is searched for its maximum under the exponentials of the first
+// types:   fp16, bf16
+// needs:   sm_90a
+// after:   late_ticket
+// default: sm_90a
+// takes:   dropout, sink, d_v
+// tiles:   Br=192 Bc=128; d > 64 or rows < 65536: Br=128 Bc=128; rows < 8192: Br=64 Bc=128;
+//          d > 64 and rows >= 65536 and keys >= 8192 and window >= 8192: Br=192 Bc=80;
+//          d > 128: Br=128 Bc=80; d > 128 and rows < 16384: Br=64 Bc=80
+// limits:  Br % 64 == 0; Br <= 192; Bc % 16 == 0; Bc <= 128
+// shared:  2 * ((3 if d <= 128 and Br * ((d + 63) // 64) <= 256 else 2 if d <= 128 else 1) * Br + 4 * Bc)
+//          * ((d + 63) // 64 * 64) + 128
+// workspace: the number of tiles that blocks have asked for
+// hbm:     4 * B * H * (Tr * N_k * d + N_q * (d + 1))
+// predicted: 1.01x at d=128 with tiles of 128 rows, 1.0x elsewhere (a draft of it was measured before)
+//
+// With tiles of 128 rows the two warpgroups take turns: while one multiplies, for 1024 cycles of a step,
+// the other one has to be done with its softmax, else the tensor cores wait. At d=128 that is tight: 64
+// maxima, then 64 exponentials, of which the special function unit does one in eight cycles. It idles for
+// as long as maxima are being looked for, though of a lane's two rows one is ready after half of them.
+//
+// So the warp votes for its first rows, and has their exponentials begin; under these it looks for the
+// maxima of the second ones (common/row_by_row.cuh). What a GPU does in which order is ptxas's choice, so
+// it has to be given none: it would put all maxima first, or let P V be waited for ahead of the
+// exponentials. Between the two stands the wait for the next K, a loop, which nothing is moved across. And
+// it follows the first rows' exponentials because it asks for a number that depends on them: a sum of
+// powers below 0, which there is not. (FlashAttention-3's code for the same tiles, as compiled, has this
+// order.)
+//
+// That is for 64 < d <= 128 and up to 128 rows. With 192 rows two warpgroups multiply while a third has
+// its softmax: nobody waits for it, and at d=64 the second vote costs 0.98.
+//
+// HBM traffic without caches (hbm, above): as in hopper_tuned.
+//
+// Changed from late_ticket: this.
+#pragma once
+#include "common/drop.cuh"
+#include "common/epilogue.cuh"
+#include "common/late_ticket.cuh"
+#include "common/launch.cuh"
+#include "common/lazy_maximum.cuh"
+#include "common/mask.cuh"
+#include "common/mma.cuh"
+#include "common/own_rows.cuh"
+#include "common/ring.cuh"
+#include "common/row_by_row.cuh"
+#include "common/store_panels.cuh"
+#include "common/tile16.cuh"
+#include "common/tile_order.cuh"
+#include "common/turns.cuh"
+#include "common/wgmma.cuh"
+
+constexpr int d = HEAD_DIM;
+constexpr int Br = BLOCK_R, Bc = BLOCK_C;
+constexpr int warps = Br / 16, threads = 32 * warps + 128;               // consumers; and the producer's
+constexpr int producer_registers = Br == 128 ? 24 : 32, consumer_registers = Br <= 128 ? 240 : 160;
+constexpr bool early_wait = d > 64 || CAUSAL && Br < 192;                // for K, before the exponentials
+constexpr int pitch = panel * panels;      // elements in shared memory for a row of a tile
+constexpr bool seamless = d <= 128;        // two buffers of Q fit
+constexpr bool O_apart = seamless && Br * pitch <= 128 * 128;            // and one of O; else it leaves
+constexpr int Q_buffers = seamless ? 2 : 1;                              // through its tile's Q
+constexpr int tile_rows = (Q_buffers + O_apart) * Br + 4 * Bc;           // in shared memory
+constexpr bool by_rows = seamless && d > 64 && Br <= 128 && !DROPOUT;         // the second after the first
+constexpr int half_cols = Bc % 32 == 0 ? Bc / 2 : Bc;                    // of a tile of S
+
+// How many tiles of Q blocks have asked for, after their first ones
+__global__ void clear_kernel(int* asked_for) { *asked_for = 0; }
+
+// Line numbers are those of Algorithm 1.
+__global__ void __launch_bounds__(threads, 1) forward_kernel(
+  FwdParams p, const __grid_constant__ CUtensorMap Q_map, const __grid_constant__ CUtensorMap K_map,
+  const __grid_constant__ CUtensorMap V_map, const __grid_constant__ CUtensorMap O_map, LateOrder order) {
+  const int Tr = ceil_div(p.N_q, Br), heads = p.B * p.H, all = Tr * heads;         // lines 1, 2
+  const int warp = warp_index(), lane = threadIdx.x % 32;
+  const float c = exponent_scale(p.scale);
+
+  extern __shared__ __align__(1024) ELEMENT smem[];
+  uint64_t* barriers = reinterpret_cast<uint64_t*>(smem + tile_rows * pitch);
+  const Ring<Q_buffers, Br> Q_smem(smem, barriers);
+  const Ring<2, Bc> K_smem(smem + Q_buffers * Br * pitch, barriers + 4);
+  const Ring<2, Bc> V_smem(K_smem.tiles + 2 * Bc * pitch, K_smem.full + 4);
+  Handed* handed = reinterpret_cast<Handed*>(barriers + 12);              // for each buffer of Q_i
+  Q_smem.init(warps), K_smem.init(warps), V_smem.init(warps);
+  __syncthreads();
+
+  if (warp >= warps) {                      // the producer
+    setmaxnreg_dec<producer_registers>();
+    if (threadIdx.x > 32 * warps) return;
+    int V_row = 0, V_head = 0, V_batch = 0;      // of the V before, which has not been asked for
+    for (int n = 0, step = 0, next = blockIdx.x;; n++) {                 // line 3
+      Q_smem.wait_until_empty(n);
+      if (next >= all) {                    // the consumers end, too
+        handed[n % Q_buffers] = {{-1}};
+        mbarrier_arrive(Q_smem.full + n % Q_buffers);
+        if (seamless) V_smem.fill(V_map, step - 1, V_row, V_head, V_batch);
+        return;
+      }
+      const Work work = order.nth(Tr, heads, next);
+      const int i = Tr - 1 - work.tile, b = work.bh / p.H, h = work.bh % p.H, h_kv = h / (p.H / p.H_kv);
+      const auto tiles = Mask(p, b, h).key_tiles(i);
+      handed[n % Q_buffers] = {work, b, h};
+      Q_smem.fill(Q_map, n, i * Br, h, b);                               // line 4
+      for (int t = 0; t < max(tiles.end, 1); t++, step++) {              // line 7: K_j, then the V before
+        K_smem.fill(K_map, step, tiles[t] * Bc, h_kv, b);
+        if (seamless ? step > 0 : t > 0) V_smem.fill(V_map, step - 1, V_row, V_head, V_batch);
+        V_row = tiles[t] * Bc, V_head = h_kv, V_batch = b;
+      }
+      if (!seamless) V_smem.fill(V_map, step - 1, V_row, V_head, V_batch);
+      next = Mask::all_keys ? next + gridDim.x : draw_ticket(n, all, p.workspace);
+    }
+  }
+  setmaxnreg_inc<consumer_registers>();     // the consumers
+
+  // What wgmma reads: this warpgroup's 64 rows of Q_i; K_j and V_j in buffer 0
+  const uint32_t Q_tile = matrix_at(Q_smem.tiles + warp / 4 * 64 * panel);
+  const uint32_t K_tile = matrix_at(K_smem.tiles), V_tile = matrix_at(V_smem.tiles, 128 * Bc);
+  const Turns<Br / 64> turns(warp / 4);
+
+  float S_reg[Bc / 8][4], O_reg[width / 8][4] = {};                      // line 5
+  uint32_t P_frag[Bc / 16][4];
+  auto multiply_S = [&](auto& S, unsigned step, unsigned n) {            // line 8: S_ij = Q_i K_j^T
+    wgmma_QK<width / 16>(S, Q_tile + Q_smem.offset(n), Br, K_tile + K_smem.offset(step), false, Bc);
+  };
+  auto multiply_O = [&](unsigned step) {                                 // line 10: + P~_ij V_j
+    V_smem.wait_until_full(step);
+    wgmma_PV(O_reg, P_frag, V_tile + V_smem.offset(step));
+  };
+
+  // m and l of this lane's two rows; l: the sum over its columns only, until the end
+  float m[2], l[2], inv_l[2], alpha[2], shift[2];
+  auto first_row = [&](const Work& work) { return (Tr - 1 - work.tile) * Br + 16 * warp; };   // of this warp
+  auto wait_for_Q = [&](unsigned n) { return Q_smem.wait_until_full(n), of_lane_0(handed[n % Q_buffers]); };
+  unsigned n = 0, step = 0, last = 0;
+  const bool no_row = rows_may_end && (Tr - 1) * Br + warp / 4 * 64 >= p.N_q;      // in the last tile
+  auto with_rows = [&](const Handed& work) {                             // the next that has some, or this
+    return no_row ? pass_last_tiles(work, n, step, p, wait_for_Q, turns, Q_smem, K_smem, V_smem) : work;
+  };
+  auto store = [&](const Handed& work, unsigned n) {
+    rescale(O_reg, inv_l);                                               // line 12
+    ELEMENT* O_smem = O_apart ? V_smem.tiles + 2 * Bc * pitch : Q_smem.tiles + n % Q_buffers * Br * pitch;
+    store_panels(O_map, O_smem, O_reg, Br, 16 * warp, first_row(work), work.h, work.b);
+  };
+  auto release_Q = [&](unsigned n) {        // when O has left
+    if (!O_apart && lane == 0) bulk_wait_read<0>();
+    Q_smem.release(n);
+  };
+  bool is_left = false, grows;              // P V of the last step of the tile before; m of a row here
+  Handed before = {}, work = with_rows(wait_for_Q(0)), next;
+  for (; work.tile >= 0; n++, before = work, work = with_rows(next)) {   // line 3
+    const int warp_row = first_row(work);
+    const Mask mask(p, work.b, work.h);
+    const auto tiles = mask.key_tiles(Tr - 1 - work.tile);
+    const int end = max(tiles.end, 1);
+    const auto needed = mask.needed<half_cols>(tiles, end, first_row(work) / 64 * 64 + 63);  // by 64 rows
+    for (int r = 0; r < 2; r++) m[r] = SINK ? LOG2_E * p.sink[work.h] : -INFINITY, l[r] = SINK && !(lane % 4);
+    auto maximum = [&](auto& S, int t) {                                 // line 9
+      K_smem.release(step + t);
+      const bool cut = t >= tiles.cut;
+      if (NEGATIVE_SCALE) for_each(S, [](float& x, int, int) { x = -x; });
+      if (cut || Mask::scores) mask_tile(S, mask, p.scale, warp_row, tiles[t] * Bc, cut);
+      grows = maximum_by_rows<by_rows>(S, m, l, alpha, shift, c, cut);
+    };
+    auto exponential = [&](auto& S, int t) {
+      other_exponentials<by_rows>(S, l, alpha, c, shift);
+      to_A(P_frag, S);
+      if (DROPOUT) drop(P_frag, mask, warp_row, tiles[t] * Bc);
+    };
+
+    K_smem.wait_until_full(step);
+    turns.wait();
+    multiply_S(S_reg, step, n);
+    if (is_left) {
+      multiply_O(last);
+      turns.end();
+      wgmma_wait<1>();
+      maximum(S_reg, 0);
+      wgmma_wait<0>();
+      V_smem.release(last);
+      store(before, n - 1);
+      exponential(S_reg, 0);
+      if (!O_apart) release_Q(n - 1);
+    } else {
+      turns.end();
+      wgmma_wait<0>();
+      maximum(S_reg, 0);
+      exponential(S_reg, 0);
+    }
+    for_each(O_reg, [](float& x, int, int) { x = 0.f; });                // line 5
+    if (early_wait && needed.tiles > 1) K_smem.wait_until_full(step + 1);
+    auto step_of = [&](auto& S, int t) {
+      if (!early_wait) K_smem.wait_until_full(step + t);
+      turns.wait();
+      multiply_S(S, step + t, n);
+      multiply_O(step + t - 1);
+      turns.end();
+      wgmma_wait<1>();
+      maximum(S, t);
+      if (early_wait && t + 1 < needed.tiles) K_smem.wait_until_full(step + t + 1 + never<by_rows>(l[0]));
+      wgmma_wait<0>();
+      V_smem.release(step + t - 1);
+      exponential(S, t);
+      if (grows) rescale(O_reg, alpha);                                  // line 10
+    };
+    for (int t = 1; t < needed.tiles - needed.some_are_enough; t++) step_of(S_reg, t);         // line 6
+    if (needed.some_are_enough) step_of(first<half_cols / 8>(S_reg), needed.tiles - 1);        // line 11
+    last = step + needed.tiles - 1;
+    if (needed.tiles < end) {                     // this warpgroup's rows see nothing of the last tile
+      turns.skip();
+      K_smem.pass(last + 1), V_smem.pass(last + 1);
+    }
+    step += end;
+    if (seamless) store_L(p, m, l, inv_l, work.bh, warp_row);            // lines 13, 15
+    if (seamless) next = wait_for_Q(n + 1);
+    is_left = seamless && next.tile >= 0 && !(no_row && next.tile == 0);
+    if (!is_left) {
+      multiply_O(last);
+      if (!seamless) store_L(p, m, l, inv_l, work.bh, warp_row);
+      wgmma_wait<0>();
+      V_smem.release(last);
+      store(work, n);
+    }
+    if (O_apart || !is_left) release_Q(n);
+    if (!seamless) next = wait_for_Q(n + 1);
+  }
+  if (lane == 0) bulk_wait<0>();
+  turns.end_all();
+}
+
+size_t workspace_bytes(const FwdParams&) { return sizeof(int); }
+
+cudaError_t launch(const FwdParams& p, cudaStream_t stream) {
+  CUtensorMap Q_map, K_map, V_map, O_map;
+  cudaError_t error = make_tensor_map(Q_map, p.Q, p.B, p.H, p.N_q, d, Br);
+  if (error == cudaSuccess) error = make_tensor_map(K_map, p.K, p.B, p.H_kv, p.N_k, d, Bc);
+  if (error == cudaSuccess) error = make_tensor_map(V_map, p.V, p.B, p.H_kv, p.N_k, d_v, Bc);
+  if (error == cudaSuccess) error = make_tensor_map(O_map, p.O, p.B, p.H, p.N_q, d_v, 16);
+  if (error != cudaSuccess) return error;
+  const size_t bytes = sizeof(ELEMENT) * tile_rows * pitch + 16 * sizeof(uint64_t);
+  allow_shared_memory(forward_kernel, bytes);
+  const int tiles = p.B * p.H * ceil_div(p.N_q, Br), blocks = min(tiles, multiprocessors());
+  const bool tickets = blocks < tiles && !Mask::all_keys;
+  if (tickets) clear_kernel<<<1, 1, 0, stream>>>(static_cast<int*>(p.workspace));
+  const LateOrder order(Mask::all_keys, p.B * p.H, ceil_div(p.N_q, Br), p.N_k, 2 * d, p.H / p.H_kv);
+  cudaLaunchKernelEx(EarlyLaunch(blocks, threads, bytes, stream, tickets), forward_kernel, p, Q_map,
+                     K_map, V_map, O_map, order);
+  return cudaGetLastError();
+}
