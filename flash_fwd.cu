@@ -97,6 +97,12 @@
 //                                        packing and ranges, with a producer and warpgroups
 //   stages/fwd_37_own_rows.cuh           (after short_last) nothing in vain: no products for rows behind the
 //                                        last one, no tickets where tiles are equal
+//   stages/fwd_38_lazy_maximum.cuh       lanes ask each other for a row's maximum only if a score is far
+//                                        above m
+//   stages/fwd_39_late_ticket.cuh        from tile to tile: tickets drawn late, and with 192 rows, too, Q in
+//                                        two buffers
+//   stages/fwd_40_row_by_row.cuh         a lane's second row is searched for its maximum under the
+//                                        exponentials of the first
 // A stage starts with lines for flash_ladder/registry.py: the stage that it grew from (after); at the end of
 // a branch, the architecture from which on calls take it (default), perhaps only some calls; what it knows
 // of dropout, sinks and the like (takes), and what it refuses that others take (refuses); tile sizes and

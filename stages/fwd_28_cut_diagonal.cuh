@@ -9,7 +9,7 @@
 // workspace: the number of tiles that blocks have asked for
 // hbm:     4 * B * H * (Tr * N_k * d + N_q * (d + 1))
 // predicted: if causal, N=2048 / 4096: 1.06x / 1.04x at d=64, 1.02x / 1.01x at d=128, 1.03x / 1.015x at d=256
-// measured: 1.04x at d=64 causal, 1.00x full, 1.00x at d=128 causal, 0.99x full, 1.00x at d=256 causal, 1.00x
+// measured: 1.03x at d=64 causal, 0.99x full, 1.01x at d=128 causal, 0.97x full, 1.00x at d=256 causal, 1.04x
 //          full (H200, bf16, N=4096; make readme)
 //
 // Causal, a block's rows do not all see as many keys. With tiles of 192 x 128 the first 64 rows may see

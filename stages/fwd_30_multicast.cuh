@@ -11,7 +11,7 @@
 //          * ((d + 63) // 64 * 64) + 128
 // hbm:     4 * B * H * (Tr * N_k * d + N_q * (d + 1))
 // predicted: at d=256 1.01 to 1.03x, the most at N=16384
-// measured: 0.90x at d=64 causal, 0.87x full, 0.80x at d=128 causal, 1.01x full, 0.88x at d=256 causal, 1.00x
+// measured: 0.90x at d=64 causal, 0.87x full, 0.81x at d=128 causal, 1.01x full, 0.89x at d=256 causal, 1.00x
 //          full (H200, bf16, N=4096; make readme)
 //
 // A block's tile of K goes from L2 to one multiprocessor, and at the same time to all the others that are at

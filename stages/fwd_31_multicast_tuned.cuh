@@ -14,7 +14,7 @@
 // workspace: the number of tiles that clusters have asked for
 // hbm:     4 * B * H * (Tr * N_k * d + N_q * (d + 1))
 // predicted: 1.3x with a causal mask at N=2048, 1.1x at N=4096; 1.0x without
-// measured: 0.75x at d=64 causal, 0.98x full, 1.21x at d=128 causal, 0.97x full, 1.19x at d=256 causal, 1.00x
+// measured: 0.75x at d=64 causal, 0.98x full, 1.21x at d=128 causal, 0.96x full, 1.19x at d=256 causal, 1.00x
 //          full (H200, bf16, N=4096; make readme)
 //
 // A cluster's turns were settled: the longest tiles first, there and back. With unequal tiles that was no

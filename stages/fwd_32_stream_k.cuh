@@ -16,7 +16,7 @@
 //          if B * H * Tr > multiprocessors and B * H * Tr % multiprocessors > 0 else 0)
 // predicted: 1.03x full, where at d=128 16 rounds become 15.5, at d=64 22 become 21.3; 1.05x at d=128 full,
 //          N=16384; 1.0x causal
-// measured: 1.00x at d=64 causal, 1.03x full, 1.00x at d=128 causal, 1.02x full, 1.00x at d=256 causal, 1.01x
+// measured: 1.00x at d=64 causal, 1.04x full, 1.00x at d=128 causal, 1.02x full, 1.00x at d=256 causal, 0.98x
 //          full (H200, bf16, N=4096; make readme)
 //
 // Equal tiles go in rounds: each block takes one, then each takes the next. The last round may have work for

@@ -12,7 +12,7 @@
 // workspace: the number of tiles that blocks have asked for
 // hbm:     4 * B * H * (Tr * N_k * d + N_q * (d + 1))
 // predicted: 1.0x; with packed sequences 1.5x ampere_tuned's speed at d=64 and 128, which had them before
-// measured: 0.99x at d=64 causal, 0.97x full, 0.70x at d=128 causal, 1.00x full, 1.02x at d=256 causal, 1.02x
+// measured: 0.99x at d=64 causal, 0.97x full, 0.68x at d=128 causal, 1.00x full, 0.98x at d=256 causal, 1.02x
 //          full (H200, bf16, N=4096; make readme)
 //
 // Packed sequences (common/sequences.cuh) lie one behind the other. The copy engine knows where a tensor

@@ -13,7 +13,7 @@
 // workspace: the number of tiles that blocks have asked for
 // hbm:     4 * B * H * (Tr * N_k * d + N_q * (d + 1))
 // predicted: 1.00 to 1.02x with a causal mask; 1.0x without
-// measured: 1.03x at d=64 causal, 1.00x full, 1.00x at d=128 causal, 1.01x full, 0.96x at d=256 causal, 1.00x
+// measured: 1.03x at d=64 causal, 1.01x full, 1.00x at d=128 causal, 0.98x full, 0.97x at d=256 causal, 0.98x
 //          full (H200, bf16, N=4096; make readme)
 //
 // With a causal mask tiles are unequal. Blocks draw the longest ones first, so that short ones fill the gaps

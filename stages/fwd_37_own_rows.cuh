@@ -13,8 +13,8 @@
 // workspace: the number of tiles that blocks have asked for
 // hbm:     4 * B * H * (Tr * N_k * d + N_q * (d + 1))
 // predicted: at most 1.06x at d=64 causal, N=2048 and 4096; 1.0x without, and with tiles of 128 rows
-// measured: 1.03x at d=64 causal, 1.00x at d=128 causal, 1.00x at d=256 causal (H200, bf16, N=4096; make
-//          readme)
+// measured: 1.03x at d=64 causal, 1.00x full, 1.00x at d=128 causal, 1.01x full, 1.00x at d=256 causal, 1.00x
+//          full (H200, bf16, N=4096; make readme)
 //
 // With a causal mask. Lengths are powers of two, or multiples of 128, and tiles have 192 rows. So the last
 // tile has rows for one or two of its three warpgroups: with N=4096 the tile from row 4032 on has 64. It is

@@ -14,6 +14,8 @@
 // hbm:     4 * B * H * (Tr * N_k * d + N_q * (d + 1))
 // predicted: 1.01x at d=128 causal, 1.05x at d=256 causal; 1.03x at d=128, N=16384 (a draft of it was
 //          measured before)
+// measured: 1.00x at d=64 causal, 1.00x full, 1.01x at d=128 causal, 0.99x full, 1.07x at d=256 causal, 1.00x
+//          full (H200, bf16, N=4096; make readme)
 //
 // Late tickets. A ticket was drawn when a block began to ask for a tile: with that tile before it, and the
 // end of the one before that. So who had a long tile in hand held a ticket for another one, while others
@@ -41,6 +43,10 @@
 //
 // L under P V. With d > 128 no product of the next tile is under way when L is worked out, but P V of this
 // one's last step can be.
+//
+// TFLOP/s, lazy_maximum's -> this one's (of a draft; H200, bf16, causal, by turns; H = 16, 8 at d = 128,
+// 256): d=128, N = 2048 / 4096 / 8192 / 16384: 617 / 682 / 725 / 762 -> 616 / 688 / 750 / 773; d=256,
+// N=1024 and 2048, B=8: 464 / 603 -> 470 / 650. At d=64 1.00.
 //
 // HBM traffic without caches (hbm, above): as in hopper_tuned.
 //

@@ -779,8 +779,8 @@ def test_maxima_that_nobody_looks_for(device, schedule, turn, d, Br, Bc, N_q, N_
 
 
 def work_of_the_last_block(N, B, H, d, Br, Bc, late: bool) -> float:
-    """Over the mean of all 132 blocks, in steps: a tile costs one more than it has. The order is Order's, with
-    short tiles last. A block draws its next ticket two steps before a tile of its ends, or that one begins."""
+    """Over the mean of all 132 blocks, in steps: a tile costs one more than it has. The order is Order's,
+    with short tiles last. A block draws its next ticket two steps before a tile ends, or it begins."""
     tiles, heads = -(-N // Br), B * H
     group = -(-heads // max(1, heads // max(4, int(20e6 / (4 * N * d)))))
     long = tiles - tiles // 4

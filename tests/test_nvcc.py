@@ -19,7 +19,7 @@ except RuntimeError as error:
 # Stages that spill for some d on sm_90a, as their headers say, and how many bytes of a thread at most, stored
 # or loaded (nvcc 13.0): rungs that the next one mends, and at the end of the branch a few bytes that cost
 # less than what would spare them
-SPILLS = {("bwd", "recompute", 64): 16, ("fwd", "wide_warps", 64): 64,
+SPILLS = {("bwd", "recompute", 64): 16, ("fwd", "wide_warps", 64): 64, ("fwd", "own_ranges", 256): 48,
           ("bwd", "transposed", 128): 120, ("bwd", "transposed", 256): 1880,
           ("bwd", "split_warps", 128): 24, ("bwd", "ampere_tuned", 128): 96, ("bwd", "ampere_tuned", 256): 52,
           ("bwd", "tma", 256): 1592,

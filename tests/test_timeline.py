@@ -26,7 +26,7 @@ needs_nvcc = pytest.mark.skipif(NVCC is None, reason=WHY_NOT)
 SPILLED = {"seamless": 8, "early_wait": 8, "hopper_tuned": 16, "stream_k": 32, "own_rows": 24,
            "multicast_tuned": 16, "own_ranges": 16, "persistent": 8, "whole_tiles": 16, "transposed_dq": 8,
            "next_keys": 12, "writer_warp": 8, "semaphores": 60, "idle_warps": 16, "augmented": 16,
-           "first_stores": 32}
+           "first_stores": 32, "row_by_row": 44}
 NOT_IN_FLIGHT = (("fwd", "lazy_rescale"), ("fwd", "cut_diagonal"), ("fwd", "hopper_tuned"),
                  ("fwd", "multicast_tuned"), ("fwd", "stream_k"), ("bwd", "seeded"))
 SPILLED_BACKWARD = {("dq_by_turns", 64): 8, ("hopper_tuned", 64): 28, ("overlap", 256): 16,
