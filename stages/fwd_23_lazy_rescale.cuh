@@ -21,7 +21,7 @@
 // is rounded as the others are.
 //
 // At d = 64 there is little of O to rescale: there it does not pay, and slack is 0 (in hopper_tuned with
-// 16384 keys: 495 TFLOP/s with slack, 564 without; H200, bf16).
+// 16384 keys: 495 TFLOP/s with slack, 564 without; H200, bf16). In lazy_maximum it does.
 //
 // The worst case is a row whose maximum grows by more than 8 in each tile: then nothing is gained, and
 // nothing lost but the vote.

@@ -29,7 +29,7 @@
 //     share: it asks for no ticket.
 //   - A tile that is cut has two blocks. One does its last steps, before all else, and leaves O, divided by l
 //     as ever, and L. The other one does its first steps, after all else: so the flag that it waits for has
-//     been set long before. (With less than two rounds, which calls leave to own_rows, blocks wait in a
+//     been set long before. (With less than two rounds, for which own_rows is better, blocks wait in a
 //     chain: a part leaves in the first step of the next one, which may have to wait itself.)
 //   - Nothing is merged. As keys may come in any order, the online softmax goes on where the other block has
 //     stopped, from m = L, l = 1 and that O. (A sink is the same, with O = 0.)

@@ -31,7 +31,7 @@
 // scale, or 128 rows: there ptxas would serialise.)
 //
 // Without a mask. Tiles take equally long: each block has every gridDim.x-th, draws no ticket, and no kernel
-// has to clear one. Small calls take this; in large ones the last round counts, too (stream_k).
+// has to clear one. It is better in small calls; in large ones the last round counts, too (stream_k).
 //
 // TFLOP/s, short_last's -> this one's (H200, bf16, by turns; H = 32, 16, 8 at d = 64, 128, 256):
 //

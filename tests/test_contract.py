@@ -381,8 +381,8 @@ def test_the_default_by_what_a_call_needs(monkeypatch, capability, sizes, needs,
     (1, 1, 64, 8, 1, "row_by_row"), (4, 8, 512, 256, 1, "row_by_row"), (8, 2, 2048, 256, 1, "row_by_row"),
     (1, 2, 16384, 256, 1, "multicast_tuned")])
 def test_the_default_of_the_forward_pass(monkeypatch, B, H_kv, N, d, masked, expected, gradients):
-    """On Hopper: in large calls with d > 128 two blocks share K and V; with less, and no mask, blocks share
-    the last round; in others each knows its tiles, and with a mask short ones come last."""
+    """On Hopper: in large calls with d > 128 two blocks share K and V; others take the end of that branch
+    which is for all."""
     sizes = {"B": B, "H": 8, "H_kv": H_kv, "N_q": N, "N_k": N, "d": d, "gradients": gradients,
              "masked": masked}
     device = gpu(monkeypatch, (9, 0))

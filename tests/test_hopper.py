@@ -879,7 +879,8 @@ def test_what_a_cut_leaves_as_it_is(device, d, Br, Bc, N_q, N_k):
             assert torch.equal(expected, found)
 
 
-@pytest.mark.parametrize("stage, causal", [("hopper_tuned", True), ("stream_k", False), ("stream_k", True)])
+@pytest.mark.parametrize("stage, causal", [
+    ("hopper_tuned", True), ("stream_k", False), ("stream_k", True), ("row_by_row", True)])
 def test_repeats_have_the_same_bits(device, monkeypatch, stage, causal):
     """Which block takes which tile, and when, is a matter of chance: the result is not."""
     B, N, repeats = (8, 700, 50) if device == "cuda" else (1, 140, 4)        # more tiles than multiprocessors

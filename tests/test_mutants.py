@@ -27,7 +27,7 @@ from conftest import (
 
 import flash
 from flash_ladder import plan
-from flash_ladder.grid import MULTICAST, SIDE_BRANCH, STREAM_K, is_end
+from flash_ladder.grid import SIDE_BRANCH, is_end
 from tutorials.exercises.exercise import inlined
 
 sys.path.insert(0, str(flash.ROOT / "results"))
@@ -37,7 +37,7 @@ import mutation  # noqa: E402
 BY_NAME = {s.name: s for s in flash.stages("fwd")}
 BY_TMA = [name for name, stage in BY_NAME.items() if stage.needs.startswith("sm_90")]
 PACKED_ROWS = "split_kv_wgmma",        # has no head of Q
-STORED_BY_TMA = "hopper_tuned", *MULTICAST, *STREAM_K        # O
+STORED_BY_TMA = [name for name in BY_TMA if "store_panels(O_map" in BY_NAME[name].path.read_text()]
 BACKWARD = {s.name: s for s in flash.stages("bwd")}
 STAGES = flash.stages()
 
