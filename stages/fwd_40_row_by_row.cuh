@@ -30,8 +30,8 @@
 // powers below 0, which there is not. (FlashAttention-3's code for the same tiles, as compiled, has this
 // order.)
 //
-// That is for 64 < d <= 128 and up to 128 rows. With 192 rows two warpgroups multiply while a third has
-// its softmax: nobody waits for it, and at d=64 the second vote costs 0.98.
+// That is for 64 < d <= 128, up to 128 rows, no dropout (C7511). With 192 rows two warpgroups multiply while
+// a third has its softmax: nobody waits for it, and at d=64 the second vote costs 0.98.
 //
 // TFLOP/s, late_ticket's -> this one's (of a draft, 128 x 128; H200, bf16, by turns; d=128, H=16): causal,
 // N = 2048 / 4096 / 8192 616 / 688 / 728 -> 623 / 696 / 737; full, N = 2048 / 4096 719 / 735 -> 738 / 758.
