@@ -105,7 +105,8 @@ __global__ void __launch_bounds__(threads, 1) forward_kernel(
   ELEMENT* O_smem = seamless ? V_smem.tiles + 2 * Bc * pitch : smem;      // Br x d, in panels
   Handed* handed = reinterpret_cast<Handed*>(barriers + 12);              // for each buffer of Q_i
   const Tickets tickets(reinterpret_cast<uint64_t*>(handed + 2));
-  Q_smem.init(warps), K_smem.init(warps), V_smem.init(warps);
+  Q_smem.init(warps);
+  K_smem.init(warps), V_smem.init(warps);
   cluster_sync();
 
   if (warp >= warps) {                      // the producer
@@ -174,6 +175,7 @@ __global__ void __launch_bounds__(threads, 1) forward_kernel(
     const auto needed = mask.needed<half_cols, !seamless>(tiles, end, first_row(work) / 64 * 64 + 63);
     for (int r = 0; r < 2; r++) m[r] = SINK ? LOG2_E * p.sink[work.h] : -INFINITY, l[r] = SINK && !(lane % 4);
     auto maximum = [&](auto& S, int t) {                                 // line 9
+      K_smem.release(step + t);
       const bool cut = t >= tiles.cut;
       if (NEGATIVE_SCALE) for_each(S, [](float& x, int, int) { x = -x; });
       if (cut || Mask::scores) mask_tile(S, mask, p.scale, warp_row, tiles[t] * Bc, cut);
@@ -193,7 +195,6 @@ __global__ void __launch_bounds__(threads, 1) forward_kernel(
       multiply_O(last);
       turns.end();
       wgmma_wait<1>();
-      K_smem.release(step);
       maximum(S_reg, 0);
       wgmma_wait<0>();
       V_smem.release(last);
@@ -202,7 +203,6 @@ __global__ void __launch_bounds__(threads, 1) forward_kernel(
     } else {
       turns.end();
       wgmma_wait<0>();
-      K_smem.release(step);
       maximum(S_reg, 0);
       exponential(S_reg, 0);
     }
@@ -214,7 +214,6 @@ __global__ void __launch_bounds__(threads, 1) forward_kernel(
       multiply_O(step + t - 1);
       turns.end();
       wgmma_wait<1>();
-      K_smem.release(step + t);
       maximum(S, t);
       wgmma_wait<0>();
       exponential(S, t);

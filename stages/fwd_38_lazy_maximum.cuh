@@ -153,7 +153,8 @@ __global__ void __launch_bounds__(threads, 1) forward_kernel(
     store_panels(O_map, O_smem, O_reg, Br, 16 * warp, first_row(work), work.h, work.b);
     if (!seamless && lane == 0) bulk_wait_read<0>();
   };
-  bool is_left = false, grows;              // P V of the last step of the tile before; m of a row here
+  bool is_left = false;                     // P V of the last step of the tile before
+  bool grows;                               // m of a row of this warp, in this step
   Handed before = {}, work = with_rows(wait_for_Q(0)), next;
   for (; work.tile >= 0; n++, before = work, work = with_rows(next)) {   // line 3
     const int warp_row = first_row(work);

@@ -79,6 +79,7 @@ constexpr bool O_apart = seamless && Br * pitch <= 128 * 128;            // and 
 constexpr int Q_buffers = seamless ? 2 : 1;                              // through its tile's Q
 constexpr int tile_rows = (Q_buffers + O_apart) * Br + 4 * Bc;           // in shared memory
 constexpr int half_cols = Bc % 32 == 0 ? Bc / 2 : Bc;                    // of a tile of S
+using TileOrder = LateOrder<short_tiles_last, Br>;
 
 // How many tiles of Q blocks have asked for, after their first ones
 __global__ void clear_kernel(int* asked_for) { *asked_for = 0; }
@@ -86,7 +87,7 @@ __global__ void clear_kernel(int* asked_for) { *asked_for = 0; }
 // Line numbers are those of Algorithm 1.
 __global__ void __launch_bounds__(threads, 1) forward_kernel(
   FwdParams p, const __grid_constant__ CUtensorMap Q_map, const __grid_constant__ CUtensorMap K_map,
-  const __grid_constant__ CUtensorMap V_map, const __grid_constant__ CUtensorMap O_map, LateOrder order) {
+  const __grid_constant__ CUtensorMap V_map, const __grid_constant__ CUtensorMap O_map, TileOrder order) {
   const int Tr = ceil_div(p.N_q, Br), heads = p.B * p.H, all = Tr * heads;         // lines 1, 2
   const int warp = warp_index(), lane = threadIdx.x % 32;
   const float c = exponent_scale(p.scale);
@@ -97,7 +98,8 @@ __global__ void __launch_bounds__(threads, 1) forward_kernel(
   const Ring<2, Bc> K_smem(smem + Q_buffers * Br * pitch, barriers + 4);
   const Ring<2, Bc> V_smem(K_smem.tiles + 2 * Bc * pitch, K_smem.full + 4);
   Handed* handed = reinterpret_cast<Handed*>(barriers + 12);              // for each buffer of Q_i
-  Q_smem.init(warps), K_smem.init(warps), V_smem.init(warps);
+  Q_smem.init(warps);
+  K_smem.init(warps), V_smem.init(warps);
   __syncthreads();
 
   if (warp >= warps) {                      // the producer
@@ -157,11 +159,8 @@ __global__ void __launch_bounds__(threads, 1) forward_kernel(
     ELEMENT* O_smem = O_apart ? V_smem.tiles + 2 * Bc * pitch : Q_smem.tiles + n % Q_buffers * Br * pitch;
     store_panels(O_map, O_smem, O_reg, Br, 16 * warp, first_row(work), work.h, work.b);
   };
-  auto release_Q = [&](unsigned n) {        // when O has left
-    if (!O_apart && lane == 0) bulk_wait_read<0>();
-    Q_smem.release(n);
-  };
-  bool is_left = false, grows;              // P V of the last step of the tile before; m of a row here
+  bool is_left = false;                     // P V of the last step of the tile before
+  bool grows;                               // m of a row of this warp, in this step
   Handed before = {}, work = with_rows(wait_for_Q(0)), next;
   for (; work.tile >= 0; n++, before = work, work = with_rows(next)) {   // line 3
     const int warp_row = first_row(work);
@@ -196,7 +195,7 @@ __global__ void __launch_bounds__(threads, 1) forward_kernel(
       V_smem.release(last);
       store(before, n - 1);
       exponential(S_reg, 0);
-      if (!O_apart) release_Q(n - 1);
+      if (!O_apart) release_stored<O_apart>(Q_smem, n - 1);
     } else {
       turns.end();
       wgmma_wait<0>();
@@ -222,7 +221,8 @@ __global__ void __launch_bounds__(threads, 1) forward_kernel(
     last = step + needed.tiles - 1;
     if (needed.tiles < end) {                     // this warpgroup's rows see nothing of the last tile
       turns.skip();
-      K_smem.pass(last + 1), V_smem.pass(last + 1);
+      K_smem.pass(last + 1);
+      V_smem.pass(last + 1);
     }
     step += end;
     if (seamless) store_L(p, m, l, inv_l, work.bh, warp_row);            // lines 13, 15
@@ -235,7 +235,7 @@ __global__ void __launch_bounds__(threads, 1) forward_kernel(
       V_smem.release(last);
       store(work, n);
     }
-    if (O_apart || !is_left) release_Q(n);
+    if (O_apart || !is_left) release_stored<O_apart>(Q_smem, n);
     if (!seamless) next = wait_for_Q(n + 1);
   }
   if (lane == 0) bulk_wait<0>();
@@ -256,7 +256,7 @@ cudaError_t launch(const FwdParams& p, cudaStream_t stream) {
   const int tiles = p.B * p.H * ceil_div(p.N_q, Br), blocks = min(tiles, multiprocessors());
   const bool tickets = blocks < tiles && !Mask::all_keys;
   if (tickets) clear_kernel<<<1, 1, 0, stream>>>(static_cast<int*>(p.workspace));
-  const LateOrder order(Mask::all_keys, p.B * p.H, ceil_div(p.N_q, Br), p.N_k, 2 * d, p.H / p.H_kv);
+  const TileOrder order(Mask::all_keys, p.B * p.H, ceil_div(p.N_q, Br), p.N_k, 2 * d, p.H / p.H_kv);
   cudaLaunchKernelEx(EarlyLaunch(blocks, threads, bytes, stream, tickets), forward_kernel, p, Q_map,
                      K_map, V_map, O_map, order);
   return cudaGetLastError();

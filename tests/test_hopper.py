@@ -687,6 +687,20 @@ def test_the_order_of_tiles(device, tiles, heads, N_k, group, together):
         assert list(map(tuple, out.tolist())) == expected
 
 
+@pytest.mark.parametrize("tiles, heads, together", [(16, 10, 5), (5, 7, 7), (4, 1, 1), (2, 6, 6)])
+@pytest.mark.parametrize("Br, part", [(128, 4), (192, 3)])
+def test_the_order_of_late_tickets(device, tiles, heads, together, Br, part):
+    """As with short tiles last; but these come of half of the heads at a time, and are a third of a head's if
+    tiles have 192 rows."""
+    out = torch.full((tiles * heads, 2), -1, dtype=torch.int32, device=device)
+    assert call("drawn", out, tiles, heads, 16384, 1, 2 + (Br == 192), device=device) is None
+    longer, half = tiles - tiles // part, -(-heads // 2)
+    expected = [(tile, head) for few, lengths in ((together, range(longer)), (half, range(longer, tiles)))
+                for first in range(0, heads, few) for tile in lengths
+                for head in range(first, min(first + few, heads))]
+    assert list(map(tuple, out.tolist())) == expected
+
+
 @with_two_schedules("turn, d, Br, Bc, N_q, N_k", [
     (0, 64, 64, 64, 300, 300), (1, 128, 128, 128, 390, 500), (2, 256, 64, 80, 260, 200),
     (3, 64, 64, 64, 190, 190)])
@@ -779,15 +793,13 @@ def test_maxima_that_nobody_looks_for(device, schedule, turn, d, Br, Bc, N_q, N_
 
 
 def work_of_the_last_block(N, B, H, d, Br, Bc, late: bool) -> float:
-    """Over the mean of all 132 blocks, in steps: a tile costs one more than it has. The order is Order's,
-    with short tiles last. A block draws its next ticket two steps before a tile ends, or it begins."""
+    """Over the mean of all 132 blocks, in steps: a tile costs one more than it has. The order is that of
+    common/tile_order.cuh. A block draws its next ticket two steps before a tile ends, or it begins."""
     tiles, heads = -(-N // Br), B * H
-    group = -(-heads // max(1, heads // max(4, int(20e6 / (4 * N * d)))))
-    long = tiles - tiles // 4
-    order = [tile for first in range(0, heads, group) for tile in range(long)
-             for _ in range(min(group, heads - first))]
-    order += [tile for tile in range(long, tiles) for _ in range(heads)]
-    costs = [1 + -(-(tiles - tile) * Br // Bc) for tile in order]
+    out = torch.zeros(tiles * heads, 2, dtype=torch.int32)
+    keys = N * d // 256              # of 512 bytes: as much for L2 to hold
+    assert call("drawn", out, tiles, heads, keys, 1, 1) is None
+    costs = [1 + -(-(tiles - tile) * Br // Bc) for tile in out[:, 0].tolist()]
     blocks = [(costs[n] - 2 if late else 0, costs[n]) for n in range(132)]     # when it draws, when it ends
     heapq.heapify(blocks)
     for cost in costs[132:]:
@@ -796,12 +808,13 @@ def work_of_the_last_block(N, B, H, d, Br, Bc, late: bool) -> float:
     return max(end for _, end in blocks) / (sum(costs) / 132)
 
 
+@simulator_only
 @pytest.mark.parametrize("Br, Bc, d, N, B, before, late", [
     (128, 128, 128, 2048, 8, 1.004, 1.004), (128, 128, 128, 4096, 4, 1.009, 1.005),
     (128, 128, 128, 16384, 1, 1.004, 1.002), (192, 80, 128, 4096, 4, 1.083, 1.025),
     (192, 80, 128, 8192, 2, 1.039, 1.005), (192, 80, 128, 16384, 1, 1.018, 1.005),
     (128, 80, 256, 2048, 8, 1.091, 1.014), (128, 80, 256, 4096, 4, 1.126, 1.006)])
-def test_what_late_tickets_save(Br, Bc, d, N, B, before, late):
+def test_what_late_tickets_save(device, Br, Bc, d, N, B, before, late):
     """The figures of late_ticket's header."""
     found = [work_of_the_last_block(N, B, 2048 // d, d, Br, Bc, late) for late in (False, True)]
     assert found == [pytest.approx(before, abs=6e-4), pytest.approx(late, abs=6e-4)]

@@ -9,7 +9,7 @@
 #define NEGATIVE_SCALE 0
 #include "../../stages/common/launch.cuh"
 #include "../../stages/common/tensor.cuh"
-#include "../../stages/common/tile_order.cuh"
+#include "../../stages/common/late_ticket.cuh"
 #include "../../stages/common/tma.cuh"
 #include "../../stages/common/wgmma.cuh"
 
@@ -408,10 +408,14 @@ template <class Order> __global__ void drawn(Order order, int* out, int tiles, i
     out[2 * n + 1] = work.bh;
   }
 }
-extern "C" const char* run_drawn(int* out, int tiles, int heads, int N_k, int group, int short_last) {
-  const Order<true> order(false, heads, tiles, N_k, 512, group);
-  const Order<false> plain(false, heads, tiles, N_k, 512, group);
-  if (short_last) drawn<Order<true>><<<1, 64>>>(order, out, tiles, heads);
-  else drawn<Order<false>><<<1, 64>>>(plain, out, tiles, heads);
+template <class Order> void draw(int* out, int tiles, int heads, int N_k, int group) {
+  drawn<Order><<<1, 64>>>(Order(false, heads, tiles, N_k, 512, group), out, tiles, heads);
+}
+// kind: Order's without short tiles last, and with; late_ticket's with 128 rows, with 192
+extern "C" const char* run_drawn(int* out, int tiles, int heads, int N_k, int group, int kind) {
+  if (kind == 0) draw<Order<false>>(out, tiles, heads, N_k, group);
+  if (kind == 1) draw<Order<true>>(out, tiles, heads, N_k, group);
+  if (kind == 2) draw<LateOrder<true, 128>>(out, tiles, heads, N_k, group);
+  if (kind == 3) draw<LateOrder<true, 192>>(out, tiles, heads, N_k, group);
   return result();
 }
